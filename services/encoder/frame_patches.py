@@ -1,4 +1,4 @@
-"""Makes patches of two frames of a video, as the library's processors of videos do.
+"""Makes what towers take of frames of a video, as the library's processors of videos do.
 
 These ask for torchvision; the processor of images does not, and scales and normalizes a frame as it does an image.
 """
@@ -8,18 +8,50 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.encoder.image_decoder import DecodedFrames
 from shared.messages.generation import PATCHED_FRAMES
-from shared.messages.model_card import VideoModel
+from shared.messages.model_card import FrameSampling, VideoModel
 from shared.models.video_models import FrameSize, read_frame_size, read_video_model
 
 _OF_TWO = FrameSize(128 * 28**2, 768 * 28**2)
 """Of Qwen2-VL's kind, as `qwen_vl_utils` and the library have it where no file says."""
 _OF_ALL = FrameSize(128 * 32**2, 768 * 32**2)
 """Of Qwen3-VL's kind: of all frames together."""
+_OF_GLM = FrameSize(112**2, 60_000 * 28**2)
+_SIZES: dict[FrameSampling, FrameSize] = {"ends": _OF_ALL, "seconds": _OF_GLM, "paces": _OF_GLM}
+
+
+class SquareFrames:
+    """Makes a frame a square, whatever its sides are, as LLaVA-OneVision's processor of videos does. Stateless."""
+
+    def __init__(self, processor: Any, side: int, rows: int, max_rows: int) -> None:
+        """`processor`: of the model's images. `side`: pixels. `rows`: of a frame; `max_rows`: of a whole video."""
+        self._processor, self._side, self._rows, self._max_rows = processor, side, rows, max_rows
+
+    @staticmethod
+    def of_model(config: Any, processor: Any, max_rows: int) -> SquareFrames | None:
+        """None for a model whose tower takes no videos."""
+        if config.model_type != "llava_onevision":
+            return None
+        tower = config.vision_config
+        pooled = -(-(tower.image_size // tower.patch_size) // 2)
+        return SquareFrames(processor, tower.image_size, pooled**2, max_rows)
+
+    def prepared(self, frames: DecodedFrames) -> dict[str, Tensor]:
+        """Raises ValueError for too many frames."""
+        from PIL import Image
+
+        group, made = frames.group, self._processor
+        if group.frames * self._rows >= self._max_rows:
+            raise ValueError(f"{group.frames} frames are not allowed; a prompt has room for {self._max_rows} rows")
+        shown = Image.frombytes("RGB", (group.width, group.height), frames.pixels)
+        pixels = np.asarray(shown.resize((self._side, self._side), made.resample)).transpose(2, 0, 1)
+        pixels = made.normalize(made.rescale(pixels, made.rescale_factor), made.image_mean, made.image_std)
+        return {"pixel_values_videos": torch.from_numpy(pixels)[None, None]}
 
 
 class FramePatches:
@@ -27,10 +59,10 @@ class FramePatches:
 
     def __init__(
         self, processor: Any, video: VideoModel, size: FrameSize | None, max_rows: int, max_pixels: int | None
-    ):
+    ) -> None:
         """`processor`: of the model's images. `max_rows`: of a whole video. `max_pixels`: of a frame."""
         self._processor, self._timed = processor, video.timed
-        self._size = size or (_OF_ALL if video.timed else _OF_TWO)
+        self._size = size or _SIZES.get(video.sampling, _OF_TWO)
         self._max_rows, self._max_pixels = max_rows, max_pixels
         self._side: int = processor.patch_size * processor.merge_size
 
@@ -45,15 +77,11 @@ class FramePatches:
         flat or too many."""
         from PIL import Image
 
-        pair = frames.pair
-        height, width = self._scaled(pair.height, pair.width, pair.frames)
-        size = pair.pixel_bytes // PATCHED_FRAMES
-        images = [
-            Image.frombytes("RGB", (pair.width, pair.height), frames.pixels[start : start + size]).resize(
-                (width, height), self._processor.resample
-            )
-            for start in range(0, pair.pixel_bytes, size)
-        ]
+        group = frames.group
+        height, width = self._scaled(group.height, group.width, group.frames)
+        size, own = group.frame_bytes, (group.width, group.height)
+        shown = [Image.frombytes("RGB", own, frames.pixels[at : at + size]) for at in range(0, group.pixel_bytes, size)]
+        images = [each.resize((width, height), self._processor.resample) for each in shown]
         made = self._processor(images, do_resize=False, return_tensors="pt")
         channels = len(self._processor.image_mean)
         each = made["pixel_values"].view(PATCHED_FRAMES, -1, channels, PATCHED_FRAMES, self._processor.patch_size**2)

@@ -14,7 +14,7 @@ from services.encoder import metrics
 from services.encoder.image_process import DecodedImage, DecodingRefusal, DecodingReply, DecodingRequest
 from shared.machine.helper_pipes import LENGTH_BYTES
 from shared.machine.helper_process import end_helper, read_reply, start_helper
-from shared.messages.encoder import EncodeInput, FramePair
+from shared.messages.encoder import EncodeInput, FrameGroup
 
 log = logging.getLogger(__name__)
 
@@ -29,22 +29,22 @@ class ImageRefused(Exception):
 
 
 class DecodedFrames(Struct, frozen=True):
-    """Pixels of two frames of a video."""
+    """Pixels of frames of a video that become rows together."""
 
-    pair: FramePair
+    group: FrameGroup
     pixels: bytes
 
     @staticmethod
-    def of(pair: FramePair, pixels: bytes) -> DecodedFrames:
+    def of(group: FrameGroup, pixels: bytes) -> DecodedFrames:
         """Raises ImageRefused where these are as many as they should be not."""
-        if len(pixels) != pair.pixel_bytes:
-            raise ImageRefused(f"{len(pixels)} bytes of pixels are not allowed; {pair.pixel_bytes} are")
-        return DecodedFrames(pair, pixels)
+        if len(pixels) != group.pixel_bytes:
+            raise ImageRefused(f"{len(pixels)} bytes of pixels are not allowed; {group.pixel_bytes} are")
+        return DecodedFrames(group, pixels)
 
     @property
     def measures(self) -> dict[str, int]:
         """For logs."""
-        return {"width": self.pair.width, "height": self.pair.height, "frames": self.pair.frames}
+        return {"width": self.group.width, "height": self.group.height, "frames": self.group.frames}
 
 
 class ImageDecoder:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.encoder.frame_patches import FramePatches
+from services.encoder.frame_patches import FramePatches, SquareFrames
 from services.encoder.image_decoder import DecodedFrames
 from services.encoder.image_process import DecodedImage
 from services.encoder.image_processor import ImageProcessor, PreparedImage
@@ -73,7 +73,8 @@ class ImageTower:
         self._max_rows = MAX_MEDIA_BYTES // (self.size * EMBEDDING_BYTES[self.dtype])
         self._merged: int = getattr(self._processor, "merge_size", 1)
         """Patches that a row is made of, on each side; of models whose images have one size 1."""
-        self._frames: FramePatches | None = None
+        self._frames: FramePatches | SquareFrames | None
+        self._frames = SquareFrames.of_model(config, self._processor, self._max_rows)
         if self._merged > 1:
             self._frames = FramePatches.of_model(self._folder, self._processor, self._max_rows, max_pixels)
             counted = self._processor.temporal_patch_size if config.model_type in _COUNT_FRAMES else 1
@@ -86,7 +87,7 @@ class ImageTower:
 
     @torch.inference_mode()
     def encode(self, image: DecodedImage | DecodedFrames) -> PromptEmbeds:
-        """A row for each token of an image, or of two frames of a video. Raises TowerUnusable where they are no
+        """A row for each token of an image, or of frames of a video. Raises TowerUnusable where they are no
         numbers."""
         if isinstance(image, DecodedFrames):
             prepared = PreparedImage(self._prepared_frames(image))
@@ -94,6 +95,8 @@ class ImageTower:
             pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
             prepared = self._prepared(pixels, several=image.several)
         rows, grid = self._rows_of(prepared.inputs)
+        if "pixel_values_videos" in prepared.inputs and isinstance(image, DecodedFrames) and not image.group.last:
+            rows = rows[:-1]  # but for what stands at a video's end
         if len(rows) > self._max_rows:
             raise TowerUnusable(f"the image has {len(rows)} rows; {self._max_rows} are allowed")
         run, texts = self._images.placed(prepared.tokens, len(rows))
@@ -132,9 +135,11 @@ class ImageTower:
     def _rows_of(self, prepared: dict[str, Tensor]) -> tuple[Tensor, ImageGrid | None]:
         """What the processor made → [tokens, hidden], and how these lie where the model's positions tell. Frames of a
         video see nothing of each other in these towers but the two that a patch has, so each two of them are as an
-        image."""
-        prepared["pixel_values"] = prepared["pixel_values"].to(DTYPES[self.dtype])
-        features = self._model.get_image_features(**prepared)
+        image, and where a patch has one, each is a video."""
+        pixels = next(name for name in prepared if name.startswith("pixel_values"))
+        prepared[pixels] = prepared[pixels].to(DTYPES[self.dtype])
+        encode = self._model.get_image_features if pixels == "pixel_values" else self._model.get_video_features
+        features = encode(**prepared)
         rows: Tensor = torch.cat(tuple(features.pooler_output))  # of one image, or of its tiles
         if levels := getattr(features, "deepstack_features", None):
             rows = torch.cat((rows, *(level[0] for level in levels)), dim=1)

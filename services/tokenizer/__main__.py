@@ -7,7 +7,13 @@ from pathlib import Path
 
 from services.tokenizer.actor import TokenizerActor
 from services.tokenizer.config import TokenizerConfig
-from services.tokenizer.core.chat_template import IMAGE_TOKENS, VIDEO_TOKENS, ChatTemplates, score_template
+from services.tokenizer.core.chat_template import (
+    IMAGE_TOKENS,
+    VIDEO_FRAME,
+    VIDEO_TOKENS,
+    ChatTemplates,
+    score_template,
+)
 from services.tokenizer.core.encoder import PromptEncoder
 from services.tokenizer.core.template_files import read_template, read_templates
 from services.tokenizer.core.tokenizer_info import tokenizer_info
@@ -28,20 +34,17 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
     templates = ChatTemplates(sources, config.content_format())
     tokens, image = files.special_tokens, read_image_model(folder)
     if image is not None:
-        named = [*zip(IMAGE_TOKENS, (image.token_id, *(image.frame or ())), strict=False), *_of_videos(folder)]
+        shown, how = read_video_tokens(folder), read_video_model(folder)
+        named = list(zip(IMAGE_TOKENS, (image.token_id, *(image.frame or ())), strict=False))
+        if shown is not None and how is not None:
+            around = (shown.start, shown.end) if how.timed else ()
+            named += zip(VIDEO_TOKENS, (shown.video, shown.row, *around), strict=False)
+            tokens |= {VIDEO_FRAME: shown.frame} if how.timed else {}
         found = {key: files.tokenizer.id_to_token(token) for key, token in named}
         tokens |= {key: name for key, name in found.items() if name is not None}
     pairs = None if config.score_template is None else score_template(read_template(config.score_template))
     info = tokenizer_info(files, sources.get("default"))
     return PromptEncoder(Vocabulary(files), templates, tokens, config.block_size, pairs, info)
-
-
-def _of_videos(folder: Path) -> list[tuple[str, int]]:
-    """Names and ids of the tokens that stand for videos in the prompts of the model in `folder`."""
-    tokens, model = read_video_tokens(folder), read_video_model(folder)
-    if tokens is None or model is None:
-        return []
-    return list(zip(VIDEO_TOKENS, (tokens.video, *((tokens.start, tokens.end) if model.timed else ())), strict=False))
 
 
 def build(config: TokenizerConfig, encoding: PromptEncoder, bus: Bus) -> TokenizerActor:

@@ -19,18 +19,27 @@ MAX_FRAMES = 64
 """Of one video, that are looked at."""
 
 
-class FramePair(Struct, frozen=True, array_like=True):
-    """What two frames of a video are, whose pixels stand in place of a file."""
+class FrameGroup(Struct, frozen=True, array_like=True):
+    """What frames of a video are that become rows together, and whose pixels stand in place of a file."""
 
     width: Annotated[int, Meta(ge=1, le=2**16)]
     height: Annotated[int, Meta(ge=1, le=2**16)]
     frames: Annotated[int, Meta(ge=1, le=MAX_FRAMES)]
     """How many of the whole video are looked at, which decides what size they are given."""
+    together: Annotated[int, Meta(ge=1, le=2)] = 2
+    """How many these are."""
+    last: bool = False
+    """Whether the video ends with them, for models that have a row there."""
+
+    @property
+    def frame_bytes(self) -> int:
+        """Of one: three bytes for each pixel, row by row."""
+        return 3 * self.width * self.height
 
     @property
     def pixel_bytes(self) -> int:
-        """Of both: three bytes for each pixel, row by row, one frame behind the other."""
-        return 2 * 3 * self.width * self.height
+        """Of all of them, one behind the other."""
+        return self.together * self.frame_bytes
 
 
 class WrittenTokens(Struct, frozen=True, array_like=True):
@@ -54,8 +63,8 @@ class EncodeInput(Struct, frozen=True, array_like=True, tag="EncodeImage"):
     """Rows are shared from a cache with requests of the same salt only: see `Generation.cache_salt`."""
     turn: str = ""
     """Whose it is: an API key, or a request where there are none. One input of each is encoded in turn."""
-    frames: FramePair | None = None
-    """Of two frames of a video, whose pixels `content` is; None: it is a file."""
+    frames: FrameGroup | None = None
+    """Of frames of a video, whose pixels `content` is; None: it is a file."""
     written: WrittenTokens | None = None
     """What was written down of the window that `content` is, of whose tokens the times are asked for."""
     max_side: Annotated[int, Meta(ge=1)] | None = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import LoraId, ModelName, TokenId
@@ -52,9 +52,10 @@ class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
         return "labels" if self.labels else "embeddings"
 
 
-FrameSampling = Literal["steps", "ends"]
+FrameSampling = Literal["steps", "ends", "seconds", "paces", "shares"]
 """Which frames of a video are looked at. steps: an even number of them, equally far from each other, from the first on.
-ends: those from the first to the last one."""
+ends: those from the first to the last one. seconds: so many of each second. paces: fewer of each second of a longer one
+(GLM-4.6V). shares: all of a short one, of a longer one as many, equally far from each other."""
 
 
 class LoraCard(Struct, frozen=True, array_like=True, kw_only=True):
@@ -147,7 +148,7 @@ class SoundModel(Struct, frozen=True, array_like=True):
 
 
 class VideoModel(Struct, frozen=True, array_like=True, kw_only=True):
-    """What a model's files say of the videos that it is shown, two frames in a row of squares."""
+    """What a model's files say of the videos that it is shown."""
 
     fps: float = 2.0
     """Frames that are looked at of a second."""
@@ -158,7 +159,17 @@ class VideoModel(Struct, frozen=True, array_like=True, kw_only=True):
     positions_per_second: float | None = None
     """How far a second is on the axis of frames (m-RoPE); None: two frames are one position, however long they last."""
     timed: bool = False
-    """Whether the time of two frames is written in front of them, as text; they are images of their own then."""
+    """Whether the time of frames is written beside them, as text; they are images of their own then."""
+    together: Annotated[int, Meta(ge=1, le=2)] = 2
+    """Frames that become rows together; those of a video that has too few for the last of them have that twice."""
+    stamp: Literal["middle", "first"] = "middle"
+    """Which time is theirs: between them, or of the first."""
+    closed: bool = False
+    """Whether a row stands behind all others of a video, where it ends."""
+
+    def groups(self, frames: int) -> int:
+        """How often `frames` become rows."""
+        return -(-frames // self.together)
 
 
 class SamplingDefaults(Struct, frozen=True, array_like=True, kw_only=True):

@@ -10,11 +10,18 @@ from msgspec import Struct, field
 
 from shared.messages.encoder import MAX_FRAMES
 from shared.messages.model_card import VideoModel
-from shared.models.image_models import QWEN3_5
+from shared.models.image_models import GLM4V, GLM4V_MOE, GLM46V, LLAVA_ONEVISION, QWEN3_5, read_image_model
 
 _QWEN2 = "Qwen2VLForConditionalGeneration"
 _QWEN2_5 = "Qwen2_5_VLForConditionalGeneration"
 _QWEN3 = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", *QWEN3_5)
+_GLM = (GLM4V, GLM4V_MOE, GLM46V)
+_QWEN_FRAME = "<{time:.1f} seconds>{rows}"
+_GLM_FRAMES = {GLM4V: "{rows}{second}", GLM4V_MOE: "{rows}{second}", GLM46V: "{rows}{time:.1f} seconds"}
+_GLM_SECONDS = 300
+"""That a video of GLM's is looked at, where no file says."""
+_ONEVISION_FRAMES = 32
+"""As many as LLaVA-OneVision was trained with."""
 
 _R = TypeVar("_R", bound=Struct)
 
@@ -23,10 +30,14 @@ class VideoTokens(Struct, frozen=True):
     """The tokens that stand for a video in prompts."""
 
     video: int
-    """What a chat template writes, and stands for a row."""
+    """What a chat template writes."""
+    row: int
+    """What stands for a row."""
     start: int
     end: int
     """What template or processor write before and behind rows that follow each other."""
+    frame: str
+    """What is written for frames that become rows together: of these `rows`, their `time`, and its whole `second`."""
 
 
 class FrameSize(Struct, frozen=True):
@@ -40,9 +51,17 @@ class _RawVision(Struct):
     tokens_per_second: float = 4.0
 
 
+class _RawSize(Struct):
+    shortest_edge: int | None = None
+    longest_edge: int | None = None
+
+
 class _RawModel(Struct):
     architectures: tuple[str, ...] = ()
+    image_start_token_id: int = 151_339
+    image_end_token_id: int = 151_340
     video_token_id: int | None = None
+    video_token_index: int = 151_647
     vision_start_token_id: int | None = None
     vision_end_token_id: int | None = None
     vision_config: _RawVision = field(default_factory=_RawVision)
@@ -52,7 +71,9 @@ class _RawProcessor(Struct):
     fps: float | None = None
     min_frames: int = 4
     max_frames: int = 768
-    size: FrameSize | None = None
+    max_duration: float = _GLM_SECONDS
+    num_frames: int | None = None
+    size: _RawSize | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
 
@@ -67,14 +88,23 @@ def read_video_model(folder: Path) -> VideoModel | None:
     raw = _read_model(folder)
     if raw is None:
         return None
-    processor = _processor(folder)
-    timed = any(each in _QWEN3 for each in raw.architectures)
+    processor, named = _processor(folder), raw.architectures
+    fps = processor.fps or VideoModel().fps
+    if LLAVA_ONEVISION in named:
+        most = _bounded(processor.num_frames or _ONEVISION_FRAMES)
+        return VideoModel(max_frames=most, sampling="shares", together=1, closed=True)
+    if GLM46V in named:
+        return VideoModel(sampling="paces", timed=True, stamp="first")
+    if _is(named, _GLM):
+        most = _bounded(processor.max_duration * fps)
+        return VideoModel(fps=fps, max_frames=most, sampling="seconds", timed=True, stamp="first")
+    timed = _is(named, _QWEN3)
     return VideoModel(
-        fps=processor.fps or VideoModel().fps,
+        fps=fps,
         min_frames=min(processor.min_frames, MAX_FRAMES),
         max_frames=min(processor.max_frames, MAX_FRAMES),
         sampling="ends" if timed else "steps",
-        positions_per_second=raw.vision_config.tokens_per_second if _QWEN2_5 in raw.architectures else None,
+        positions_per_second=raw.vision_config.tokens_per_second if _QWEN2_5 in named else None,
         timed=timed,
     )
 
@@ -82,11 +112,20 @@ def read_video_model(folder: Path) -> VideoModel | None:
 def read_video_tokens(folder: Path) -> VideoTokens | None:
     """See `read_video_model`."""
     raw = _read_model(folder)
-    if raw is None or raw.video_token_id is None:
+    if raw is None:
         return None
+    named = raw.architectures
+    if (frame := next((_GLM_FRAMES[each] for each in named if each in _GLM_FRAMES), None)) is not None:
+        images = read_image_model(folder)
+        assert images is not None, "they take images, too"
+        first = images.token_id
+        video = first + 1 if raw.video_token_id is None else raw.video_token_id
+        return VideoTokens(video, first, raw.image_start_token_id, raw.image_end_token_id, frame)
+    video = raw.video_token_index if raw.video_token_id is None else raw.video_token_id
     start, end = raw.vision_start_token_id, raw.vision_end_token_id
-    first = 248_053 if any(each in QWEN3_5 for each in raw.architectures) else 151_652
-    return VideoTokens(raw.video_token_id, first if start is None else start, first + 1 if end is None else end)
+    first = 248_053 if _is(named, QWEN3_5) else 151_652
+    start, end = first if start is None else start, first + 1 if end is None else end
+    return VideoTokens(video, video, start, end, _QWEN_FRAME)
 
 
 def read_frame_size(folder: Path) -> FrameSize | None:
@@ -94,13 +133,28 @@ def read_frame_size(folder: Path) -> FrameSize | None:
     processor = _processor(folder)
     if processor.min_pixels is not None and processor.max_pixels is not None:
         return FrameSize(processor.min_pixels, processor.max_pixels)
-    return processor.size
+    size = processor.size
+    if size is None or size.shortest_edge is None or size.longest_edge is None:
+        return None
+    return FrameSize(size.shortest_edge, size.longest_edge)
 
 
 def _read_model(folder: Path) -> _RawModel | None:
+    """Of a model that takes videos. One of Qwen2's kind does where its configuration names their token."""
     raw = _read(folder / "config.json", _RawModel)
-    known = raw is not None and any(each in (_QWEN2, _QWEN2_5, *_QWEN3) for each in raw.architectures)
-    return raw if known and raw is not None and raw.video_token_id is not None else None
+    if raw is None:
+        return None
+    if _is(raw.architectures, (*_GLM, LLAVA_ONEVISION)):
+        return raw
+    return raw if _is(raw.architectures, (_QWEN2, _QWEN2_5, *_QWEN3)) and raw.video_token_id is not None else None
+
+
+def _is(named: tuple[str, ...], architectures: tuple[str, ...]) -> bool:
+    return any(each in architectures for each in named)
+
+
+def _bounded(frames: float) -> int:
+    return max(1, min(int(frames), MAX_FRAMES))
 
 
 def _processor(folder: Path) -> _RawProcessor:

@@ -567,7 +567,7 @@ MESSAGES: list[Any] = [
         max_first_timestamp=50,
     ),
     worker.PingRank(),
-    encoder.EncodeInput(b"\0" * 6, frames=encoder.FramePair(1, 1, 4)),
+    encoder.EncodeInput(b"\0" * 6, frames=encoder.FrameGroup(1, 1, 4)),
     tokenizer.Encode(
         tokenizer.ChatPrompt(
             messages=b"[]",

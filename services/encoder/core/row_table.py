@@ -25,6 +25,7 @@ def image_hash(asked: EncodeInput) -> ImageHash:
     named = blake2b(asked.content, digest_size=HASH_BYTES, key=key)
     if (frames := asked.frames) is not None:
         named.update(b"frames %d %d %d" % (frames.width, frames.height, frames.frames))
+        named.update(b"of %d" % frames.together + b"last" * frames.last)
     if (written := asked.written) is not None:
         named.update(b"written %d " % written.begin + written.tokens)
     if asked.max_side is not None:

@@ -19,7 +19,7 @@ from services.gateway.videos.video_rows import MediaEmbeds, video_embeds
 from shared import topics
 from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout
 from shared.ids import ModelName
-from shared.messages.encoder import EncodeInput, EncoderRefusal, EncoderReply, EncoderRows, FramePair, TokenTimes
+from shared.messages.encoder import EncodeInput, EncoderRefusal, EncoderReply, EncoderRows, FrameGroup, TokenTimes
 from shared.messages.generation import MAX_MEDIA_BYTES, PromptEmbeds
 from shared.messages.model_card import SoundModel
 from shared.messages.tokenizer import ChatPrompt, VideoParts
@@ -79,7 +79,7 @@ class ImageRowsClient:
     ) -> MediaEmbeds | RequestError:
         """An error is returned, so that which of several is raised depends on no clock."""
 
-        async def encode(source: MediaSource, file: bytes, frames: FramePair | None) -> PromptEmbeds:
+        async def encode(source: MediaSource, file: bytes, frames: FrameGroup | None) -> PromptEmbeds:
             model, several = generation.model.name, source.kind == IMAGE and _images(generation) > 1
             question = EncodeInput(file, generation.cache_salt, turn, frames, max_side=source.max_side, several=several)
             rows = await self.encoded(source.field, question, model)

@@ -12,7 +12,7 @@ import msgspec
 from services.gateway.api.errors import RequestError, invalid
 from services.gateway.decoding.replies import next_reply
 from services.gateway.metrics import VIDEO_FILES
-from services.gateway.videos.video_process import DecodedPair, VideoRefusal, VideoReply, VideoShape
+from services.gateway.videos.video_process import DecodedGroup, VideoRefusal, VideoReply, VideoShape
 from shared.machine.helper_process import helper_replies
 from shared.messages.model_card import VideoModel
 
@@ -32,15 +32,14 @@ class VideoDecoder:
         self._timeout = timeout
         self._slots = asyncio.Semaphore(MAX_PROCESSES)
 
-    async def pairs(self, file: bytes, field: str, how: VideoModel) -> AsyncGenerator[VideoShape | DecodedPair]:
-        """What the video is, and its frames two by two, as far as they are asked for. Raises RequestError 400 for the
-        client's `field`, 501 where the library is missing."""
+    async def groups(self, file: bytes, field: str, how: VideoModel) -> AsyncGenerator[VideoShape | DecodedGroup]:
+        """What the video is, and its frames as they become rows, as far as they are asked for. Raises RequestError 400
+        for the client's `field`, 501 where the library is missing."""
         if importlib.util.find_spec("av") is None:
             raise RequestError(501, "no videos are decoded here: pip install 'baton-serve[video]'", param=field)
         async with self._slots:
             outcome, left = "left", 1
-            arguments = (str(how.fps), str(how.min_frames), str(how.max_frames), how.sampling)
-            replies = helper_replies("-m", MODULE, *arguments, given=file, timeout=self._timeout)
+            replies = helper_replies("-m", MODULE, msgspec.json.encode(how).decode(), given=file, timeout=self._timeout)
             try:
                 while left:
                     reply = await next_reply(
@@ -49,7 +48,7 @@ class VideoDecoder:
                     if isinstance(reply, VideoRefusal):
                         raise invalid(field, reply.message)
                     if isinstance(reply, VideoShape):
-                        left = -(-len(reply.times) // 2)
+                        left = how.groups(len(reply.times))
                     else:
                         left -= 1
                     outcome = "left" if left else "decoded"

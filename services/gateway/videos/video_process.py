@@ -1,10 +1,10 @@
-"""Decodes a video: `python -m services.gateway.videos.video_process FPS MIN MAX SAMPLING`.
+"""Decodes a video: `python -m services.gateway.videos.video_process HOW`, a `VideoModel` in JSON.
 
 It is a process that may die of it: it reads a file that a stranger made from standard input to its end, and writes to
-standard output what the video is, and then the pixels of the frames that are looked at, two by two. It has no network
-of its own making and no secrets; memory and processor time are limited by the kernel. FFmpeg opens nothing but that
-file: formats and codecs are named. Frames between those that are looked at are decoded only as far as these depend on
-them.
+standard output what the video is, and then the pixels of the frames that are looked at, as many together as become
+rows. It has no network of its own making and no secrets; memory and processor time are limited by the kernel. FFmpeg
+opens nothing but that file: formats and codecs are named. Frames between those that are looked at are decoded only as
+far as these depend on them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from services.gateway.decoding.ffmpeg_errors import said_of
+from services.gateway.videos.frame_sampling import frame_numbers
 from shared.machine.helper_pipes import confine, write_message
-from shared.messages.model_card import FrameSampling, VideoModel
+from shared.messages.model_card import VideoModel
 
 FORMATS = "mov,mp4,m4a,matroska,webm"
 CODECS = "h264,hevc,mpeg4,vp8,vp9,av1,libdav1d"
@@ -60,8 +61,9 @@ class VideoShape(Struct, frozen=True, array_like=True, tag=True):
     """Between every second one of these."""
 
 
-class DecodedPair(Struct, frozen=True, array_like=True, tag=True):
-    """Pixels of two frames behind each other, in three bytes each, row by row; of a last one alone, twice its own."""
+class DecodedGroup(Struct, frozen=True, array_like=True, tag=True):
+    """Pixels of frames that become rows together, behind each other, in three bytes each, row by row; where there are
+    too few, the last ones are the same."""
 
     pixels: bytes
 
@@ -72,7 +74,7 @@ class VideoRefusal(Struct, frozen=True, array_like=True, tag=True):
     message: str
 
 
-VideoReply = VideoShape | DecodedPair | VideoRefusal
+VideoReply = VideoShape | DecodedGroup | VideoRefusal
 
 
 class _VideoRefused(Exception):
@@ -87,29 +89,12 @@ class _FrameIndex(NamedTuple):
     rate: float
 
 
-def frame_numbers(total: int, rate: float, how: VideoModel) -> list[int]:
-    """Which of a video's frames are looked at, as `sample_frames` of the library's processors has it. `rate`: frames of
-    a second."""
-    if how.sampling == "ends":
-        count = min(max(int(total / rate * how.fps), how.min_frames), how.max_frames, total)
-        if count == 1:
-            return [0]
-        step = (total - 1) / (count - 1)
-        return [round(each * step) for each in range(count)]
-    most = min(how.max_frames, total) // 2 * 2
-    count = int(min(max(total / rate * how.fps, how.min_frames), most, total)) // 2 * 2
-    if not count:
-        return [0]
-    step = total / count  # which may be a little less than it is, so that there is one more than `count`, as theirs is
-    return [min(int(each * step), total - 1) for each in range(math.ceil(total / step))]
-
-
 def decode_video(file: bytes, how: VideoModel) -> Iterator[VideoReply]:
-    """The shape of a file's video and its pairs of frames, or why there are none."""
+    """The shape of a file's video and its frames, or why there are none."""
     import av
 
     try:
-        yield from _pairs(av, file, how)
+        yield from _groups(av, file, how)
     except MemoryError:
         yield VideoRefusal("decoding the file takes too much memory")
     except _VideoRefused as refused:
@@ -118,7 +103,7 @@ def decode_video(file: bytes, how: VideoModel) -> Iterator[VideoReply]:
         yield VideoRefusal(f"the file is no video, or broken ({said_of(error)}); {SHOWN_FORMATS} are allowed")
 
 
-def _pairs(av: Any, file: bytes, how: VideoModel) -> Iterator[VideoReply]:
+def _groups(av: Any, file: bytes, how: VideoModel) -> Iterator[VideoReply]:
     options = {"format_whitelist": FORMATS, "codec_whitelist": CODECS}
     with av.open(io.BytesIO(file), "r", options=options, metadata_errors="ignore") as container:
         stream = next((each for each in container.streams.video if not _is_cover(each)), None)
@@ -131,18 +116,19 @@ def _pairs(av: Any, file: bytes, how: VideoModel) -> Iterator[VideoReply]:
         numbers = frame_numbers(len(index.times), index.rate, how)
         seconds = tuple(number / index.rate for number in numbers)
         frames = _frames(container, stream, index, [index.times[number] for number in numbers])
-        size, held = None, b""
-        for place, frame in enumerate(frames):
+        size, held, pixels = None, list[bytes](), b""
+        for frame in frames:
             if size is None:
                 size = _size(*_turned_size(frame))
                 two = 2 * len(index.times) / index.rate / len(numbers)
                 yield VideoShape(*size, seconds, two)
             pixels = _pixels(av, frame, size)
-            if place % 2:
-                yield DecodedPair(held + pixels)
-            held = pixels
-        if len(numbers) % 2:
-            yield DecodedPair(2 * held)
+            held.append(pixels)
+            if len(held) == how.together:
+                yield DecodedGroup(b"".join(held))
+                held.clear()
+        if held:
+            yield DecodedGroup(b"".join(held) + pixels * (how.together - len(held)))
 
 
 def _is_cover(stream: Any) -> bool:
@@ -236,9 +222,7 @@ def _turned(av: Any, frame: Any, degrees: int) -> Any:
 def main() -> None:
     """Decodes one file."""
     confine(MAX_MEMORY, MAX_CPU_S)
-    fps, least, most, sampling = sys.argv[1:]
-    (sampling,) = (each for each in get_args(FrameSampling) if each == sampling)
-    how = VideoModel(fps=float(fps), min_frames=int(least), max_frames=int(most), sampling=sampling)
+    how = msgspec.json.decode(sys.argv[1], type=VideoModel)
     given, taken = sys.stdin.buffer, sys.stdout.buffer
     for reply in decode_video(given.read(), how):
         write_message(taken, msgspec.msgpack.encode(reply))

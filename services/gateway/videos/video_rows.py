@@ -1,4 +1,4 @@
-"""Makes rows of a video: each two of its frames become rows as an image does, at an encoder."""
+"""Makes rows of a video: one or two of its frames become rows as an image does, at an encoder."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from services.gateway.api.errors import RequestError
 from services.gateway.api.media.source import MediaSource
 from services.gateway.videos.video_decoder import VideoDecoder
 from services.gateway.videos.video_process import VideoShape
-from shared.messages.encoder import FramePair
-from shared.messages.generation import PATCHED_FRAMES, PromptEmbeds
+from shared.messages.encoder import FrameGroup
+from shared.messages.generation import PromptEmbeds
 from shared.messages.model_card import VideoModel
 
-Encode = Callable[[MediaSource, bytes, FramePair], Awaitable[PromptEmbeds]]
+Encode = Callable[[MediaSource, bytes, FrameGroup], Awaitable[PromptEmbeds]]
 
 
 class MediaEmbeds(NamedTuple):
     """What an image or a video is in a prompt."""
 
     rows: list[PromptEmbeds]
-    """Of an image one; of a video those of each two frames."""
+    """Of an image one; of a video those of the frames that become rows together."""
     times: tuple[float, ...] = ()
     """Seconds from a video's beginning to each of these."""
 
@@ -37,15 +37,15 @@ async def video_embeds(
     tasks: list[asyncio.Task[PromptEmbeds | RequestError]] = []
     shape: VideoShape | None = None
     try:
-        async with aclosing(decoder.pairs(file, source.field, how)) as pairs:
-            async for each in pairs:
+        async with aclosing(decoder.groups(file, source.field, how)) as groups:
+            async for each in groups:
                 if isinstance(each, VideoShape):
                     shape = each
                     continue
                 assert shape is not None, "it comes first"
-                pair = FramePair(shape.width, shape.height, max(PATCHED_FRAMES, len(shape.times)))
+                group = _group(shape, len(tasks), how)
                 await slots.acquire()
-                tasks.append(asyncio.create_task(_outcome(encode(source, each.pixels, pair), slots)))
+                tasks.append(asyncio.create_task(_outcome(encode(source, each.pixels, group), slots)))
                 if any(task.done() and isinstance(task.result(), RequestError) for task in tasks):
                     break
         outcomes = await asyncio.gather(*tasks)
@@ -64,7 +64,14 @@ async def video_embeds(
         each if offset is None or not any(each.grids) else replace(each, offsets=(offset,))
         for each, offset in zip(found, offsets, strict=True)
     ]
-    return MediaEmbeds(rows, pair_times(shape.times))
+    return MediaEmbeds(rows, group_times(shape.times, how))
+
+
+def _group(shape: VideoShape, number: int, how: VideoModel) -> FrameGroup:
+    """Those frames of a video, counted from 0."""
+    frames = len(shape.times)
+    last = how.closed and number + 1 == how.groups(frames)
+    return FrameGroup(shape.width, shape.height, max(how.together, frames), how.together, last)
 
 
 async def _outcome(rows: Awaitable[PromptEmbeds], slots: asyncio.Semaphore) -> PromptEmbeds | RequestError:
@@ -77,20 +84,24 @@ async def _outcome(rows: Awaitable[PromptEmbeds], slots: asyncio.Semaphore) -> P
         slots.release()
 
 
-def frame_offsets(pairs: int, seconds: float, how: VideoModel) -> list[int | None]:
-    """Of each two frames, how far they are behind the first ones on the axis of frames; None: they are images of their
-    own, or the first. `seconds`: between every second frame. As `get_rope_index` of the library's Qwen2.5-VL has it, in
-    float32."""
+def frame_offsets(groups: int, seconds: float, how: VideoModel) -> list[int | None]:
+    """Of frames that become rows together, how far they are behind the first ones on the axis of frames; None: they are
+    images of their own, or the first. `seconds`: between every second frame. As `get_rope_index` of the library's
+    Qwen2.5-VL has it, in float32."""
     if how.timed:
-        return [None] * pairs
+        return [None] * groups
     step = 1.0 if how.positions_per_second is None else _float32(_float32(seconds) * how.positions_per_second)
-    return [None, *(int(_float32(place * step)) for place in range(1, pairs))]
+    return [None, *(int(_float32(place * step)) for place in range(1, groups))]
 
 
-def pair_times(times: tuple[float, ...]) -> tuple[float, ...]:
-    """In the middle of each two frames, the last of an odd number with itself."""
-    whole = times if len(times) % PATCHED_FRAMES == 0 else (*times, times[-1])
-    return tuple((whole[i] + whole[i + 1]) / 2 for i in range(0, len(whole), PATCHED_FRAMES))
+def group_times(times: tuple[float, ...], how: VideoModel) -> tuple[float, ...]:
+    """Of frames that become rows together: in the middle of them, the last of an odd number with itself, or the first
+    one's."""
+    first = times[:: how.together]
+    if how.stamp == "first":
+        return first
+    last = (*times[how.together - 1 :: how.together], times[-1])[: len(first)]
+    return tuple((begin + end) / 2 for begin, end in zip(first, last, strict=True))
 
 
 def _float32(number: float) -> float:

@@ -12,6 +12,8 @@ from services.tokenizer.core.chat_template import (
     IMAGE_MARK,
     IMAGE_TOKEN,
     VIDEO_END,
+    VIDEO_FRAME,
+    VIDEO_ROW,
     VIDEO_START,
     VIDEO_TOKEN,
 )
@@ -31,15 +33,16 @@ class ChatParts:
         self._image, self._image_end = special_tokens.get(IMAGE_TOKEN, ""), special_tokens.get(IMAGE_END, "")
         self._mark = special_tokens.get(IMAGE_MARK)
         self._video = special_tokens.get(VIDEO_TOKEN, "")
+        self._row, self._frame = special_tokens.get(VIDEO_ROW, self._video), special_tokens.get(VIDEO_FRAME)
         self._around = special_tokens.get(VIDEO_START, ""), special_tokens.get(VIDEO_END, "")
 
     def tokens(self, chat: ChatPrompt) -> list[str]:
         """Those that stand for rows of a chat's images and videos."""
-        return [*([self._image] if chat.images else ()), *([self._video] if chat.videos else ())]
+        return [*([self._image] if chat.images else ()), *([self._row] if chat.videos else ())]
 
     def token_of(self, chat: ChatPrompt, part: int) -> str:
         """That of one part, an image or frames of a video."""
-        return self._video if any(part in video.parts for video in chat.videos) else self._image
+        return self._row if any(part in video.parts for video in chat.videos) else self._image
 
     def placed(self, text: str, chat: ChatPrompt) -> tuple[str, list[int]]:
         """A rendered chat with a token for each run of rows, and which part each is of: images and videos in their own
@@ -75,7 +78,8 @@ class ChatParts:
     def _frames(self, video: VideoParts) -> Iterator[str]:
         start, end = self._around
         for time in video.times:
-            yield f"<{time:.1f} seconds>{start}{self._video}{end}" if start else self._video
+            rows = start + self._row + end
+            yield rows if self._frame is None else self._frame.format(rows=rows, time=time, second=int(time))
 
     def joined(self, found: list[int | None], chat: ChatPrompt, order: list[int]) -> tuple[list[int], PromptEmbeds]:
         """The ids of a placed chat, 0 where it has rows, and these. `found`: None for each token that stands for rows,

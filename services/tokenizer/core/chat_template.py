@@ -34,8 +34,16 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 IMAGE_TOKENS = (IMAGE_TOKEN, IMAGE_MARK, IMAGE_END) = ("image_token", "image_mark", "image_end")
 """Under this name a model of images has, beside its special tokens, what stands for an image in its prompts.
 Where its templates write a mark for each image, that stands before the image then, and the end behind it."""
-VIDEO_TOKENS = (VIDEO_TOKEN, VIDEO_START, VIDEO_END) = ("video_token", "video_start", "video_end")
-"""The same of videos; the last two where each of their frames stands between them, behind its time."""
+VIDEO_TOKENS = (VIDEO_TOKEN, VIDEO_ROW, VIDEO_START, VIDEO_END) = (
+    "video_token",
+    "video_row",
+    "video_start",
+    "video_end",
+)
+"""The same of videos: what a template writes, and what stands for a row; the last two where each of their frames stands
+between them."""
+VIDEO_FRAME = "video_frame"
+"""Under this name what is written for each of these, as in `VideoTokens.frame`."""
 MEDIA_PARTS = ("image", "video", "audio")
 """Types of parts that a gateway has put in place of what the client sent."""
 

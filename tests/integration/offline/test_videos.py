@@ -9,7 +9,9 @@ import pytest
 from services.offline.errors import InvalidRequest
 from services.offline.llm import LLM
 from services.offline.requests import SamplingParams
-from tests.support.models.tiny_images import image_part, picture, text_part
+from tests.support.models.tiny_glm_vl import make_glm_model
+from tests.support.models.tiny_images import ImageModel, image_part, picture, text_part
+from tests.support.models.tiny_onevision import make_onevision_model
 from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.models.tiny_videos import VideoReference, noise, shown_with_videos, video, video_part
 
@@ -17,9 +19,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 FLAT, ODD = video(noise(15)), video(noise(7, (40, 160), seed=1), 5, "webm", "libvpx")
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen2.5", "qwen3", "qwen3.5"])
+def make_model(folder: Path, kind: str) -> ImageModel:
+    if kind == "onevision":
+        return make_onevision_model(folder)
+    return make_qwen_model(folder, kind) if kind.startswith("qwen") else make_glm_model(folder, kind)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2.5", "qwen3", "qwen3.5", "glm4v", "glm4v-moe", "glm46v", "onevision"])
 def test_chats_with_videos_say_what_the_library_says(tmp_path: Path, kind: str) -> None:
-    model = make_qwen_model(tmp_path, kind)
+    model = make_model(tmp_path, kind)
     reference, image = VideoReference(model, kind), picture(0, (60, 40))
     chats = [
         ([video_part(FLAT), text_part("What is it?")], [], [FLAT]),
@@ -30,6 +38,7 @@ def test_chats_with_videos_say_what_the_library_says(tmp_path: Path, kind: str) 
         messages = [[{"role": "user", "content": parts}] for parts, _, _ in chats]
         outputs = llm.chat(messages, GREEDY)
         for output, said, (_, images, videos) in zip(outputs, messages, chats, strict=True):
+            assert output.prompt_token_ids == reference.inputs(said, images, videos)["input_ids"][0].tolist()
             assert output.outputs[0].token_ids == reference.greedy(said, images, videos, 12)
         text = model.processor.apply_chat_template(shown_with_videos(messages[0]), add_generation_prompt=True)
         (generated,) = llm.generate({"prompt": text, "multi_modal_data": {"video": FLAT}}, GREEDY)

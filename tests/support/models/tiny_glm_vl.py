@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from transformers import (
     Glm4vProcessor,
     Glm46VConfig,
     Glm46VForConditionalGeneration,
+    Glm46VProcessor,
 )
 
 from tests.support.models.tiny_images import ImageModel
@@ -32,7 +35,8 @@ TEMPLATE = (
     "[gMASK]<sop>{% for message in messages %}<|{{ message['role'] }}|>\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for item in message['content'] %}"
-    "{% if item['type'] == 'image' or 'image' in item %}<|begin_of_image|><|image|><|end_of_image|>"
+    "{% if item['type'] == 'video' or 'video' in item %}<|begin_of_video|><|video|><|end_of_video|>"
+    "{% elif item['type'] == 'image' or 'image' in item %}<|begin_of_image|><|image|><|end_of_image|>"
     "{% elif item['type'] == 'text' %}{{ item['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
@@ -82,7 +86,7 @@ _MODELS: dict[str, tuple[Any, Any]] = {
 
 
 class _Processor(Glm4vProcessor):
-    """Without the processor of videos, which asks for torchvision."""
+    """Without the processor of videos, which asks for torchvision. Of each model, but for how it writes a frame."""
 
     def __init__(self, image_processor: Any, tokenizer: Any, **more: Any) -> None:
         super().__init__(image_processor, tokenizer, None, **more)
@@ -131,4 +135,9 @@ def make_glm_model(folder: Path, kind: str = "glm4v", seed: int = 0, **different
     sizes: Any = {"size": {"shortest_edge": 2 * MIN_PIXELS, "longest_edge": 2 * MAX_PIXELS}, "patch_size": PATCH}
     images = Glm4vImageProcessorPil(**sizes)
     images.save_pretrained(folder)
-    return ImageModel(folder, reference, _Processor(images, tokenizer, chat_template=TEMPLATE))
+    bounds = {"shortest_edge": 8 * SIDE**2, "longest_edge": 72 * SIDE**2}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": bounds}))
+    processor = _Processor(images, tokenizer, chat_template=TEMPLATE)
+    if kind == "glm46v":
+        processor.replace_frame_token_id = MethodType(Glm46VProcessor.replace_frame_token_id, processor)
+    return ImageModel(folder, reference, processor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}"
     "{% if message['content'] is string %}{{ '\n' + message['content'] }}{% else %}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'video') %}{{ '<video>' }}{% endfor %}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
     "{{ '\n' + content['text'] }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -80,5 +82,8 @@ def make_onevision_model(folder: Path, seed: int = 0, **different: Any) -> Image
         chat_template=TEMPLATE,
     )
     images.save_pretrained(folder)
+    (folder / "video_preprocessor_config.json").write_text(
+        json.dumps({"num_frames": 4, "size": {"height": SIDE, "width": SIDE}})
+    )
     tokenizer.save_pretrained(folder)
     return ImageModel(folder, reference, processor, heeds_others=True)

@@ -1,4 +1,4 @@
-"""Videos of a few frames, and what `transformers` makes of them with tiny models of Qwen's: the reference.
+"""Videos of a few frames, and what `transformers` makes of them with tiny models: the reference.
 
 The library's processors of videos ask for torchvision. What they do is done here of the whole video at once, by those
 of their functions that do without it, and by Pillow's scaling.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import av
 import numpy as np
@@ -21,8 +22,9 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as of_all
+from transformers.video_utils import VideoMetadata
 
-from services.gateway.videos.video_process import DecodedPair, VideoShape, decode_video
+from services.gateway.videos.video_process import DecodedGroup, VideoShape, decode_video
 from shared.models.video_models import read_frame_size, read_video_model
 from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_qwen_vl import END, MERGED, PATCH, SIDE, START
@@ -82,28 +84,75 @@ class _Prepared(NamedTuple):
     patches: torch.Tensor
     grid: list[int]
     text: str
-    seconds: float
+    shape: VideoShape
+
+
+class _VideoProcessor:
+    """Stands for the library's processor of videos, which asks for torchvision."""
+
+    merge_size = MERGED
+    model_input_names = ("pixel_values_videos", "video_grid_thw")
+
+    def __init__(self, made: list[_Prepared]) -> None:
+        self._made = made
+
+    def __call__(self, videos: Any, **settings: Any) -> dict[str, Any]:
+        """What it made of videos, one after the other."""
+        if not self._made[0].grid:
+            return {"pixel_values_videos": torch.stack([each.patches for each in self._made])}
+        seen = [VideoMetadata(0, fps=1.0, frames_indices=cast("Any", list(each.shape.times))) for each in self._made]
+        return {
+            "pixel_values_videos": torch.cat([each.patches for each in self._made]),
+            "video_grid_thw": torch.tensor([each.grid for each in self._made]),
+            "video_metadata": seen,
+        }
+
+
+def _as_images(inputs: dict[str, Any], text: str) -> dict[str, Any]:
+    """The same, with each two frames of GLM's as an image: where a chat has both, the library finds more tokens of
+    images than it has rows."""
+    patches, grids = list[torch.Tensor](), list[list[int]]()
+    given = {
+        "<|image|>": (inputs["pixel_values"], inputs["image_grid_thw"]),
+        "<|video|>": (inputs.pop("pixel_values_videos"), inputs.pop("video_grid_thw")),
+    }
+    shown = {
+        mark: iter(list(zip(grid.tolist(), pixels.split(grid.prod(dim=1).tolist()), strict=True)))
+        for mark, (pixels, grid) in given.items()
+    }
+    for mark in re.findall(r"<\|(?:image|video)\|>", text):
+        (frames, *sides), pixels = next(shown[mark])
+        patches.append(pixels)
+        grids += frames * [[1, *sides]]
+    kinds = inputs["mm_token_type_ids"].clamp(max=1)
+    together = {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
+    return inputs | together
 
 
 class VideoReference:
     """What the library's own model generates of the frames that are looked at."""
 
     def __init__(self, model: ImageModel, kind: str) -> None:
-        self._model, self._timed, self._second = model, kind.startswith("qwen3"), kind == "qwen2.5"
+        """`kind`: as the model was made, of Qwen's or GLM's, or onevision."""
+        self._model, self._timed, self._second = model, not kind.startswith("qwen2"), kind == "qwen2.5"
+        self._qwen = kind.startswith("qwen")
 
     @torch.inference_mode()
     def greedy(self, messages: list[dict[str, Any]], images: list[bytes], videos: list[bytes], count: int) -> list[int]:
         """`count` tokens."""
-        inputs = self._inputs(messages, images, videos)
+        inputs = self.inputs(messages, images, videos)
         settings = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)
         output = self._model.reference.generate(**inputs, generation_config=settings)
         tokens: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
         return tokens
 
-    def _inputs(self, messages: list[dict[str, Any]], images: list[bytes], videos: list[bytes]) -> dict[str, Any]:
+    def inputs(self, messages: list[dict[str, Any]], images: list[bytes], videos: list[bytes]) -> dict[str, Any]:
+        """What its model is given of a chat."""
         processor = self._model.processor
         text = processor.apply_chat_template(shown_with_videos(messages), add_generation_prompt=True)
         made = [self._prepared(each) for each in videos]
+        if not self._qwen:
+            return self._processed(text, images, made)
         whole = f"{START}{VIDEO_PAD}{END}" if self._timed else VIDEO_PAD
         first, *behind = text.split(whole)
         for each, part in zip(made, behind, strict=True):
@@ -116,19 +165,35 @@ class VideoReference:
             inputs["pixel_values_videos"] = torch.cat([each.patches for each in made])
             inputs["video_grid_thw"] = torch.tensor([each.grid for each in made])
         if made and self._second:
-            inputs["second_per_grid_ts"] = torch.tensor([each.seconds for each in made])
+            inputs["second_per_grid_ts"] = torch.tensor([each.shape.seconds_of_two for each in made])
         return inputs
+
+    def _processed(self, text: str, images: list[bytes], made: list[_Prepared]) -> dict[str, Any]:
+        """By the library's processor of chats, given what that of videos would make."""
+        processor = self._model.processor
+        processor.video_processor = _VideoProcessor(made)
+        loaded: Any = [Image.open(io.BytesIO(each)).convert("RGB") for each in images]
+        inputs = processor(
+            text=text,
+            images=[loaded] if self._model.heeds_others and loaded else loaded or None,
+            videos=[np.zeros((1, 1, 1, 3), np.uint8) for _ in made] or None,
+            add_special_tokens=False,
+            return_tensors="pt",
+        )
+        processor.video_processor = None
+        return _as_images(dict(inputs), text) if images and made and self._timed else dict(inputs)
 
     def _prepared(self, file: bytes) -> _Prepared:
         how, size = read_video_model(self._model.path), read_frame_size(self._model.path)
         assert how is not None
-        assert size is not None
         shape, *pairs = decode_video(file, how)
         assert isinstance(shape, VideoShape), shape
-        packed = b"".join(each.pixels for each in pairs if isinstance(each, DecodedPair))
+        packed = b"".join(each.pixels for each in pairs if isinstance(each, DecodedGroup))
         frames = np.frombuffer(packed, np.uint8).reshape(-1, shape.height, shape.width, 3)
-        bounds = (size.shortest_edge, size.longest_edge)
-        if self._timed:
+        bounds = () if size is None else (size.shortest_edge, size.longest_edge)
+        if how.closed:
+            height = width = self._model.reference.config.vision_config.image_size
+        elif self._timed:
             height, width = of_all(len(shape.times), shape.height, shape.width, 2, SIDE, *bounds)
         else:
             height, width = of_each(shape.height, shape.width, SIDE, *bounds)
@@ -136,9 +201,11 @@ class VideoReference:
         scaled = np.stack([Image.fromarray(each).resize((width, height), images.resample) for each in frames])
         mean, std = (np.array(each, np.float32)[:, None, None] for each in (images.image_mean, images.image_std))
         pixels = torch.tensor((scaled.transpose(0, 3, 1, 2).astype(np.float32) * images.rescale_factor - mean) / std)
+        if how.closed:
+            return _Prepared(pixels, [], "", shape)
         patchify: Any = Qwen3VLVideoProcessor.patchify  # of all kinds the same
         patches, *grid = patchify(None, pixels[None], PATCH, MERGED, 2)
-        return _Prepared(patches[0], grid, self._text(grid, shape), shape.seconds_of_two)
+        return _Prepared(patches[0], grid, self._text(grid, shape) if self._qwen else "", shape)
 
     def _text(self, grid: list[int], shape: VideoShape) -> str:
         frames, rows = grid[0], grid[1] * grid[2] // MERGED**2

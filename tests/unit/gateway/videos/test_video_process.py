@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
+from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
-from transformers.video_utils import VideoMetadata
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
+from services.gateway.videos.frame_sampling import frame_numbers
 from services.gateway.videos.video_process import (
     MAX_FRAME_PIXELS,
-    DecodedPair,
+    DecodedGroup,
     VideoRefusal,
     VideoShape,
     decode_video,
-    frame_numbers,
 )
-from services.gateway.videos.video_rows import frame_offsets, pair_times
+from services.gateway.videos.video_rows import frame_offsets, group_times
 from shared.messages.model_card import VideoModel
 from tests.support.models.tiny_videos import Frames, noise, video
 
 QWEN2, QWEN3 = VideoModel(), VideoModel(sampling="ends", timed=True)
+GLM4V = VideoModel(sampling="seconds", timed=True, stamp="first")
+GLM46V = VideoModel(sampling="paces", timed=True, stamp="first")
+ONEVISION = VideoModel(max_frames=32, sampling="shares", together=1, closed=True)
 
 
 def decoded(file: bytes, how: VideoModel = QWEN2) -> tuple[VideoShape, Frames]:
     """[frames, height, width, 3] those that are looked at, the last of an odd number twice."""
     shape, *pairs = decode_video(file, how)
     assert isinstance(shape, VideoShape), shape
-    assert all(isinstance(each, DecodedPair) for each in pairs)
-    packed = b"".join(each.pixels for each in pairs if isinstance(each, DecodedPair))
+    assert all(isinstance(each, DecodedGroup) for each in pairs)
+    packed = b"".join(each.pixels for each in pairs if isinstance(each, DecodedGroup))
     return shape, np.frombuffer(packed, np.uint8).reshape(-1, shape.height, shape.width, 3)
 
 
@@ -60,6 +67,37 @@ def test_those_frames_are_looked_at_that_the_library_samples() -> None:
     assert frame_numbers(1, 25.0, QWEN2) == frame_numbers(1, 25.0, QWEN3) == [0]
 
 
+@pytest.fixture
+def glm46v(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The library's processor of GLM-4.6V's videos, whose module asks for torchvision, though sampling does not."""
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+        module = ModuleType(name)
+        module.functional = None  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    return import_module("transformers.models.glm46v.video_processing_glm46v").Glm46VVideoProcessor
+
+
+def test_those_frames_are_looked_at_that_glms_processors_sample(glm46v: Any) -> None:
+    """Of the one whose longest video has as many as may be; of the other as many of each second as its length allows,
+    up to as many."""
+    for rate in (1.0, 2.0, 10.0, 23.976, 25.0, 29.97, 59.94):
+        for total in (*range(1, 120), 641, 1000, 2399, 86_000):
+            seen = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
+            bounds: Any = SimpleNamespace(fps=2, max_duration=32, temporal_patch_size=2)
+            theirs = Glm4vVideoProcessor.sample_frames(bounds, seen, fps=2).tolist()
+            assert frame_numbers(total, rate, GLM4V) == theirs
+            whole = glm46v.sample_frames(bounds, seen).tolist()
+            assert frame_numbers(total, rate, replace(GLM46V, max_frames=640)) == (whole or [0, 0])
+            few = frame_numbers(total, rate, GLM46V)
+            assert few == (whole or [0, 0]) if len(whole) < 64 else (len(few) <= 64 and few[0] == 0)
+
+
+def test_as_many_frames_are_looked_at_as_llava_onevision_was_trained_with() -> None:
+    for total in (*range(1, 70), 1000, 86_000):
+        theirs = default_sample_indices_fn(VideoMetadata(total_num_frames=total), num_frames=min(total, 32))
+        assert frame_numbers(total, 25.0, ONEVISION) == theirs.tolist()
+
+
 @pytest.mark.parametrize(
     ("form", "codec"),
     [("mp4", "libx264"), ("mp4", "mpeg4"), ("webm", "libvpx"), ("webm", "libvpx-vp9"), ("mp4", "libx265")],
@@ -67,12 +105,12 @@ def test_those_frames_are_looked_at_that_the_library_samples() -> None:
 def test_frames_are_those_that_are_shown_at_their_times(form: str, codec: str) -> None:
     """Some between two that stand alone, some before; of an odd number the last one twice."""
     frames = shades(21)
-    for how in (QWEN2, QWEN3):
+    for how in (QWEN2, QWEN3, GLM4V, GLM46V, ONEVISION):
         shape, found = decoded(video(frames, 10, form, codec), how)
         numbers = frame_numbers(21, 10.0, how)
         assert shape.times == pytest.approx([number / 10 for number in numbers])
         assert shape.seconds_of_two == pytest.approx(2 * 2.1 / len(numbers))
-        wanted = [*numbers, *numbers[-1:] * (len(numbers) % 2)]
+        wanted = [*numbers, *numbers[-1:] * (len(numbers) % how.together)]
         assert np.abs(found.mean(axis=(1, 2, 3)) - frames[wanted].mean(axis=(1, 2, 3))).max() < 5, "frames are 10 apart"
 
 
@@ -118,4 +156,6 @@ def test_times_and_places_of_two_frames_are_the_librarys() -> None:
     assert [each or 0 for each in frame_offsets(40, 32 / 30, seconds)] == library
     assert frame_offsets(3, 9.0, QWEN2) == [None, 1, 2]
     assert frame_offsets(3, 9.0, QWEN3) == [None, None, None]
-    assert pair_times((0.0, 0.5, 2.0)) == (0.25, 2.0)
+    assert group_times((0.0, 0.5, 2.0), QWEN3) == (0.25, 2.0)
+    assert group_times((0.0, 0.5, 2.0, 2.0), GLM4V) == (0.0, 2.0)
+    assert group_times((0.0, 0.5, 2.0), ONEVISION) == (0.0, 0.5, 2.0)
