@@ -109,8 +109,8 @@ def _groups(av: Any, file: bytes, how: VideoModel) -> Iterator[VideoReply]:
         stream = next((each for each in container.streams.video if not _is_cover(each)), None)
         if stream is None:
             raise _VideoRefused("there is no video in the file")
-        if stream.codec_context is None:
-            raise _VideoRefused(f"its codec is not allowed; {CODECS} are")
+        if stream.codec_context is None or stream.codec_context.codec.name not in CODECS.split(","):
+            raise _VideoRefused(f"its codec is not allowed; {CODECS} are")  # FFmpeg heeds the list as it looks alone
         stream.codec_context.thread_count = 1
         index = _index(container, stream)
         numbers = frame_numbers(len(index.times), index.rate, how)

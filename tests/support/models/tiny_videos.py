@@ -135,7 +135,7 @@ class VideoReference:
     def __init__(self, model: ImageModel, kind: str) -> None:
         """`kind`: as the model was made, of Qwen's or GLM's, or onevision."""
         self._model, self._timed, self._second = model, not kind.startswith("qwen2"), kind == "qwen2.5"
-        self._qwen = kind.startswith("qwen")
+        self._qwen, self._glm = kind.startswith("qwen"), kind.startswith("glm")
 
     @torch.inference_mode()
     def greedy(self, messages: list[dict[str, Any]], images: list[bytes], videos: list[bytes], count: int) -> list[int]:
@@ -181,7 +181,7 @@ class VideoReference:
             return_tensors="pt",
         )
         processor.video_processor = None
-        return _as_images(dict(inputs), text) if images and made and self._timed else dict(inputs)
+        return _as_images(dict(inputs), text) if images and made and self._glm else dict(inputs)
 
     def _prepared(self, file: bytes) -> _Prepared:
         how, size = read_video_model(self._model.path), read_frame_size(self._model.path)
