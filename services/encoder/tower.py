@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.encoder.frame_patches import FramePatches, SquareFrames
 from services.encoder.image_decoder import DecodedFrames
 from services.encoder.image_process import DecodedImage
-from services.encoder.image_processor import ImageProcessor, PreparedImage
+from services.encoder.processors.frame_patches import FramePatches, SquareFrames
+from services.encoder.processors.image_processor import ImageProcessor, PreparedImage
+from services.encoder.processors.tile_processor import TileProcessor
 from shared.messages.generation import EMBEDDING_BYTES, MAX_MEDIA_BYTES, EmbeddingDtype, ImageGrid, PromptEmbeds
 from shared.models.image_models import ImageModel, read_image_model
 from shared.models.library_builds import BUILDING, first_line
@@ -64,7 +65,13 @@ class ImageTower:
         from transformers import AutoConfig, AutoImageProcessor
 
         config, processors = AutoConfig.from_pretrained(self._folder), cast("Any", AutoImageProcessor)
-        self._processor = processors.from_pretrained(self._folder, backend="pil")
+        self._processor: Any
+        self._projects = config.model_type == "llama4"
+        """Whether what the library calls features of an image are those of its tower alone."""
+        if self._projects:
+            self._processor = TileProcessor(self._folder)
+        else:
+            self._processor = processors.from_pretrained(self._folder, backend="pil")
         self._images = ImageProcessor(self._folder, images, config, self._processor, max_pixels)
         self.dtype: EmbeddingDtype = own_dtype(config) if dtype == "auto" else dtype
         levels = getattr(config.vision_config, "deepstack_visual_indexes", ())
@@ -140,6 +147,8 @@ class ImageTower:
         prepared[pixels] = prepared[pixels].to(DTYPES[self.dtype])
         encode = self._model.get_image_features if pixels == "pixel_values" else self._model.get_video_features
         features = encode(**prepared)
+        if self._projects:
+            return self._model.multi_modal_projector(features.last_hidden_state.flatten(0, 1)), None
         rows: Tensor = torch.cat(tuple(features.pooler_output))  # of one image, or of its tiles
         if levels := getattr(features, "deepstack_features", None):
             rows = torch.cat((rows, *(level[0] for level in levels)), dim=1)

@@ -8,6 +8,8 @@ from pathlib import Path
 from services.tokenizer.actor import TokenizerActor
 from services.tokenizer.config import TokenizerConfig
 from services.tokenizer.core.chat_template import (
+    IMAGE_ROW,
+    IMAGE_TOKEN,
     IMAGE_TOKENS,
     VIDEO_FRAME,
     VIDEO_TOKENS,
@@ -42,6 +44,7 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
             tokens |= {VIDEO_FRAME: shown.frame} if how.timed else {}
         found = {key: files.tokenizer.id_to_token(token) for key, token in named}
         tokens |= {key: name for key, name in found.items() if name is not None}
+        tokens[IMAGE_TOKEN] = image.shown or tokens.get(IMAGE_ROW, "")
     pairs = None if config.score_template is None else score_template(read_template(config.score_template))
     info = tokenizer_info(files, sources.get("default"))
     return PromptEncoder(Vocabulary(files), templates, tokens, config.block_size, pairs, info)

@@ -14,6 +14,7 @@ LLAVA_ONEVISION = "LlavaOnevisionForConditionalGeneration"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
 GLM4V, GLM4V_MOE = "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"
 GLM46V = "Glm46VForConditionalGeneration"
+LLAMA4 = "Llama4ForConditionalGeneration"
 TILED = (
     "Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
@@ -39,6 +40,8 @@ IMAGE_ARCHITECTURES = (
     QWEN2_AUDIO,
 )
 """Those that are served with their tower, of sight or, of the last one, of hearing."""
+LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4,)
+"""The same of those whose language model `transformers` computes."""
 
 
 _TOKENS = {
@@ -55,7 +58,9 @@ class ImageModel(Struct, frozen=True):
     """What a model's configuration says of its images."""
 
     token_id: int
-    """The token that a chat template writes where an image stands."""
+    """The token that stands for a row, and that a chat template writes where an image stands."""
+    shown: str | None = None
+    """What a chat template writes there; None: that token."""
     frame: tuple[int, int] | None = None
     """Where templates write another token in its place: that one, which stands before an image, and the one that stands
     behind it, each with an empty line on its outer side."""
@@ -81,11 +86,15 @@ def read_image_model(folder: Path) -> ImageModel | None:
         raw = msgspec.json.decode((folder / "config.json").read_bytes(), type=_RawImageModel)
     except (OSError, msgspec.MsgspecError):
         return None
-    if not any(each in IMAGE_ARCHITECTURES for each in raw.architectures):
+    if not any(each in (*IMAGE_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES) for each in raw.architectures):
         return None
     token = raw.image_token_id if raw.image_token_index is None else raw.image_token_index
     if GEMMA in raw.architectures:
-        return ImageModel(262_144 if token is None else token, (raw.boi_token_index, raw.eoi_token_index), mutual=True)
+        return ImageModel(
+            262_144 if token is None else token, frame=(raw.boi_token_index, raw.eoi_token_index), mutual=True
+        )
+    if LLAMA4 in raw.architectures:
+        return ImageModel(200_092 if token is None else token, shown="<|image|>")
     if QWEN2_AUDIO in raw.architectures:
         return ImageModel(raw.audio_token_index, hears=True)
     if token is None:

@@ -5,18 +5,17 @@ The library's processors of whole chats are not asked: some want torchvision, or
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from services.encoder.processors.image_texts import TEXTS, PixtralText
 from shared.models.image_models import ImageModel
 from shared.models.tokenizer_files import load_tokenizer
 
-_OF_TEXTS = ("num_crops", "num_patches", "rows", "cols")
+_OF_TEXTS = ("num_crops", "num_patches", "rows", "cols", "aspect_ratios")
 """What processors of images say for the text alone."""
 _COUNTED = "batch_num_images"
 """How many images each chat has, of models that look at each of several less closely."""
@@ -32,86 +31,6 @@ class PreparedImage(NamedTuple):
     """The ids that stand for it in a prompt; None: as many of its token as it has rows."""
 
 
-class ImageText(Protocol):
-    """What a kind of models has in a prompt for an image: text around and among the tokens that have rows."""
-
-    settings: Mapping[str, Any]
-    """Of the processor of images, beside its own."""
-
-    def written(self, made: dict[str, Any], token: str) -> str:
-        """`made`: what the processor of images made of one. `token`: stands for a row. Raises ValueError for an image
-        that the tower does not take."""
-        ...
-
-
-class PixtralText:
-    """Pixtral's and Mistral 3's: a line of rows for each line of squares, with the end of each written behind it."""
-
-    def __init__(self, config: Any) -> None:
-        self._side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
-        self.settings: Mapping[str, Any] = {"patch_size": {"height": self._side, "width": self._side}}
-
-    def written(self, made: dict[str, Any], token: str) -> str:
-        """See :class:`ImageText`. Raises ValueError for an image of one row, which the library's tower takes apart."""
-        height, width = (int(side) // self._side for side in made["image_sizes"][0])
-        if height * width == 1:
-            raise ValueError(f"{self._side} times {self._side} pixels are too few; one side has to have more")
-        return "[IMG_BREAK]".join(height * [width * token]) + "[IMG_END]"
-
-    def longest_edge(self, size: tuple[int, int], most: int, max_pixels: int) -> int:
-        """Of an image of `size`, at most `most`, with which it has no more pixels than that once it is scaled."""
-        longest = min(most, max(size))
-        while longest > self._side and self._pixels(size, longest) > max_pixels:
-            longest -= 1
-        return longest
-
-    def _pixels(self, size: tuple[int, int], longest: int) -> int:
-        return math.prod(-(-side * longest // max(size) // self._side) * self._side for side in size)
-
-
-class IdeficsText:
-    """Idefics3's and SmolVLM's: the rows of each tile behind its place, those of the whole image at the end."""
-
-    settings: Mapping[str, Any] = {"return_row_col_info": True}
-
-    def __init__(self, config: Any) -> None:
-        self._rows = (config.vision_config.image_size // config.vision_config.patch_size // config.scale_factor) ** 2
-
-    def written(self, made: dict[str, Any], token: str) -> str:
-        """See :class:`ImageText`."""
-        (lines,), (columns,) = made["rows"][0], made["cols"][0]
-        mark, rows = "<fake_token_around_image>", self._rows * token
-        tiles = [
-            "".join(f"{mark}<row_{line + 1}_col_{column + 1}>{rows}" for column in range(columns)) + "\n"
-            for line in range(lines)
-        ]
-        return "".join(tiles) + ("\n" if tiles else "") + f"{mark}<global-img>{rows}{mark}"
-
-
-class InternText:
-    """InternVL's: the rows of all tiles, one behind the other."""
-
-    settings: Mapping[str, Any] = {"crop_to_patches": True}
-
-    def __init__(self, config: Any) -> None:
-        tower = config.vision_config
-        (high, wide), (patch_high, patch_wide) = tower.image_size, tower.patch_size
-        self._rows = int((high // patch_high) * (wide // patch_wide) * config.downsample_ratio**2)
-
-    def written(self, made: dict[str, Any], token: str) -> str:
-        """See :class:`ImageText`."""
-        return f"<img>{int(made['num_patches'][0]) * self._rows * token}</img>"
-
-
-_TEXTS: dict[str, Callable[[Any], ImageText]] = {
-    "pixtral": PixtralText,
-    "idefics3": IdeficsText,
-    "smolvlm": IdeficsText,
-    "internvl": InternText,
-}
-"""By `model_type` of the tower, or of the model. Others have nothing but rows for an image."""
-
-
 class ImageProcessor:
     """Holds the library's processor of a model's images, and what is written for them. One thread at a time."""
 
@@ -120,7 +39,7 @@ class ImageProcessor:
         of a model that bounds the longer side alone, beyond which it is scaled down; None: as many as the longer side
         allows. Raises ValueError where the tokenizer does not know what is written for images."""
         self._images, self._max_pixels = images, max_pixels
-        kind = _TEXTS.get(config.vision_config.model_type, _TEXTS.get(config.model_type))
+        kind = TEXTS.get(config.vision_config.model_type, TEXTS.get(config.model_type))
         self._text = None if kind is None else kind(config)
         self.heeds_others = _COUNTED in getattr(images, "model_input_names", ())
         """Whether an image is prepared otherwise where its chat has others."""

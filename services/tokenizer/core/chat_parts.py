@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from services.tokenizer.core.chat_template import (
     IMAGE_END,
     IMAGE_MARK,
+    IMAGE_ROW,
     IMAGE_TOKEN,
     VIDEO_END,
     VIDEO_FRAME,
@@ -31,7 +32,7 @@ class ChatParts:
     def __init__(self, special_tokens: dict[str, str]) -> None:
         """`special_tokens`: see `IMAGE_TOKENS` and `VIDEO_TOKENS`."""
         self._image, self._image_end = special_tokens.get(IMAGE_TOKEN, ""), special_tokens.get(IMAGE_END, "")
-        self._mark = special_tokens.get(IMAGE_MARK)
+        self._mark, self._image_row = special_tokens.get(IMAGE_MARK), special_tokens.get(IMAGE_ROW, self._image)
         self._video = special_tokens.get(VIDEO_TOKEN, "")
         self._row, self._frame = special_tokens.get(VIDEO_ROW, self._video), special_tokens.get(VIDEO_FRAME)
         self._around = special_tokens.get(VIDEO_START, ""), special_tokens.get(VIDEO_END, "")
@@ -42,7 +43,7 @@ class ChatParts:
 
     def token_of(self, chat: ChatPrompt, part: int) -> str:
         """That of one part, an image or frames of a video."""
-        return self._row if any(part in video.parts for video in chat.videos) else self._image
+        return self._row if any(part in video.parts for video in chat.videos) else self._image_row
 
     def placed(self, text: str, chat: ChatPrompt) -> tuple[str, list[int]]:
         """A rendered chat with a token for each run of rows, and which part each is of: images and videos in their own

@@ -31,9 +31,11 @@ so that a template that trims the message shows by trimming it."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients pass a message's reasoning; templates read the first."""
 
-IMAGE_TOKENS = (IMAGE_TOKEN, IMAGE_MARK, IMAGE_END) = ("image_token", "image_mark", "image_end")
-"""Under this name a model of images has, beside its special tokens, what stands for an image in its prompts.
+IMAGE_TOKENS = (IMAGE_ROW, IMAGE_MARK, IMAGE_END) = ("image_row", "image_mark", "image_end")
+"""Under these names a model of images has, beside its special tokens, what stands for a row of an image in its prompts.
 Where its templates write a mark for each image, that stands before the image then, and the end behind it."""
+IMAGE_TOKEN = "image_token"
+"""The same of what stands for a whole image, until it has rows."""
 VIDEO_TOKENS = (VIDEO_TOKEN, VIDEO_ROW, VIDEO_START, VIDEO_END) = (
     "video_token",
     "video_row",

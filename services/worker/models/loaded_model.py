@@ -244,6 +244,11 @@ class LoadedModel:
             f"keys and values {settings.kv_cache_dtype} in blocks of {settings.block_size}, {self.max_model_len} tokens"
         )
 
+    @property
+    def _image_row_size(self) -> int:
+        own = self.config
+        return own.image_row_size if isinstance(own, ModelConfig) else own.hidden_size
+
     def card(self, name: ModelName) -> ModelCard:
         """The model as the other services see it, under the `name` that clients use."""
         return ModelCard(
@@ -256,7 +261,7 @@ class LoadedModel:
             block_size=self.settings.block_size,
             pooling=self.pooling,
             generates=self.generates,
-            images=self.config.image_row_size if self.images and isinstance(self.config, ModelConfig) else None,
+            images=self._image_row_size if self.images else None,
             videos=self.videos,
             sounds=self.sounds,
         )

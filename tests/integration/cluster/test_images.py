@@ -35,6 +35,7 @@ from tests.support.models.tiny_images import (
     shown,
     text_part,
 )
+from tests.support.models.tiny_llama4 import make_llama4_model
 from tests.support.models.tiny_pixtral import make_pixtral_model
 from tests.support.models.tiny_tiles import make_tile_model
 
@@ -320,6 +321,33 @@ def test_another_cluster_is_shown_images(tmp_path: Path) -> None:
 async def ask_at(stack: RunningStack, message: dict[str, Any]) -> Any:
     async with client_of(stack.url) as client:
         return await ask(client, message)
+
+
+@pytest.mark.extras
+@pytest.mark.features("prompt embeds", "images", "prefill/decode", "tensor parallel", "prefix cache")
+async def test_images_before_the_librarys_language_model_are_handed_over(tmp_path: Path) -> None:
+    """Llama 4's, in tiles, decoded by two ranks; and files that are none."""
+    model, settings = make_llama4_model(tmp_path / "model"), ["coordinator.disaggregate_tokens=16"]
+    flat, tall = picture(0, (150, 40)), picture(1, (60, 300))
+    chats = [user(flat, "Compare it with", tall), user(tall, "What?"), {"role": "user", "content": "A question."}]
+    said = [wanted(model, chat, images=(flat, tall)) for chat in chats]
+    more = (f"--served-model-name={NAME}",)
+    with running_stack(
+        tmp_path, model=model.path, prefill=1, decode=1, tp_decode=2, settings=settings, more=more
+    ) as pools:
+        async with client_of(pools.url) as client:
+            answers = await asyncio.gather(*(ask(client, chat) for chat in chats))
+            again = await ask(client, chats[0])
+            for image, why in ((flat[:150], "the image is broken"), (png_of_size(50_000, 50_000), "16777216 pixels")):
+                with pytest.raises(openai.BadRequestError, match=why) as error:
+                    await ask(client, user("Look: ", image))
+                assert error.value.param == "messages[0].content[1].image_url.url"
+            with pytest.raises(openai.BadRequestError, match="to show each of the 1 images"):
+                await ask(client, user(flat, "<|image|>"))
+    assert [each.choices[0].message.content for each in (*answers, again)] == [*said, said[0]]
+    ids = model.ids_and_rows(shown([chats[0]]), [flat, tall])["input_ids"][0]
+    assert answers[0].usage.prompt_tokens == len(ids)
+    assert cached(again) >= len(ids) - 32
 
 
 @pytest.mark.features("prompt embeds", "images", "prefill/decode", "tensor parallel", "prefix cache")

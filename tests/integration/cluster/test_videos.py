@@ -70,7 +70,7 @@ async def _bad_videos_are_refused(chats: Chats, stack: RunningStack) -> None:
     pids = {name: stack.pid(name) for name in ("encoder-1", "gateway-1", "engine-1-rank0")}
     for file, why in (
         (FLAT[:99], "the file is no video, or broken"),
-        (b"", "no"),
+        (b"", "the video is empty"),
         (picture(1), "the file is no video, or broken"),
         (video(noise(2, (64, 64)), 25, "mp4", "mpeg2video"), "codec is not allowed"),
         (video(noise(2, (16, 2048)), codec="mpeg4"), "one side may be 64 times the other"),

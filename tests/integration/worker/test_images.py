@@ -28,6 +28,7 @@ from tests.support.models.tiny_adapters import ALL_LINEAR, ATTENTION, write_adap
 from tests.support.models.tiny_gemma import make_gemma_model
 from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import ImageModel, make_image_model, picture
+from tests.support.models.tiny_llama4 import make_llama4_model
 from tests.support.models.tiny_models import TinyModel
 from tests.support.models.tiny_onevision import make_onevision_model
 from tests.support.models.tiny_pixtral import PixtralKind
@@ -203,6 +204,17 @@ def test_an_image_that_is_alone_is_looked_at_more_closely(tmp_path: Path, monkey
     with drafts, behind a prefix that ends within an image; and logits."""
     model = make_onevision_model(tmp_path)
     check_written_images(model, "native")
+    check_logits(model, ImageChat("What is ", picture(0, (150, 40)), " here?"), monkeypatch)
+
+
+@pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "speculative")
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_images_before_a_language_model_that_the_library_computes(
+    tmp_path: Path, ops: OpsName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 4's: tiles with separators behind them, to layers that attend in chunks; as above."""
+    model = make_llama4_model(tmp_path)
+    check_written_images(model, ops)
     check_logits(model, ImageChat("What is ", picture(0, (150, 40)), " here?"), monkeypatch)
 
 

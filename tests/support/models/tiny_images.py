@@ -110,9 +110,11 @@ class ImageModel(NamedTuple):
             pixels = self.processor.image_processor([[loaded, loaded]], return_tensors="pt")
             return self.reference.get_image_features(**pixels).pooler_output[0]
         pixels = self.processor.image_processor(loaded, return_tensors="pt", **self.settings)
-        for name in ("num_crops", "num_patches", "rows", "cols"):
+        for name in ("num_crops", "num_patches", "rows", "cols", "aspect_ratios"):
             pixels.pop(name, None)
         features = self.reference.get_image_features(**pixels)
+        if self.reference.config.model_type == "llama4":  # which projects them elsewhere
+            return self.reference.multi_modal_projector(features.last_hidden_state.flatten(0, 1))
         rows = torch.cat(tuple(features.pooler_output))
         return torch.cat((rows, *(level[0] for level in getattr(features, "deepstack_features", None) or ())), dim=1)
 

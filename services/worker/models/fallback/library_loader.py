@@ -12,6 +12,7 @@ from services.worker.models.checkpoint import (
     TensorSource,
     open_checkpoint,
     stored_bytes,
+    takes_images,
 )
 from services.worker.models.config import Dtype, ModelError
 from services.worker.models.dummy_weights import DummyTensors
@@ -92,6 +93,8 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         pooling=pooling,
         classifier=classifier,
         generates=pooling is None or not pooling.labels or bool(judged_by),
+        images=not settings.language_model_only
+        and takes_images(settings.folder, settings.load_format, settings.platform),
     )
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from services.gateway.videos.video_process import (
 from services.gateway.videos.video_rows import frame_offsets, group_times
 from shared.messages.model_card import VideoModel
 from tests.support.models.tiny_videos import Frames, noise, video
+from tests.support.models.torchvision_stub import import_without_torchvision
 
 QWEN2, QWEN3 = VideoModel(), VideoModel(sampling="ends", timed=True)
 GLM4V = VideoModel(sampling="seconds", timed=True, stamp="first")
@@ -67,19 +66,10 @@ def test_those_frames_are_looked_at_that_the_library_samples() -> None:
     assert frame_numbers(1, 25.0, QWEN2) == frame_numbers(1, 25.0, QWEN3) == [0]
 
 
-@pytest.fixture
-def glm46v(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The library's processor of GLM-4.6V's videos, whose module asks for torchvision, though sampling does not."""
-    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
-        module = ModuleType(name)
-        module.functional = None  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, name, module)
-    return import_module("transformers.models.glm46v.video_processing_glm46v").Glm46VVideoProcessor
-
-
-def test_those_frames_are_looked_at_that_glms_processors_sample(glm46v: Any) -> None:
+def test_those_frames_are_looked_at_that_glms_processors_sample() -> None:
     """Of the one whose longest video has as many as may be; of the other as many of each second as its length allows,
     up to as many."""
+    glm46v = import_without_torchvision("transformers.models.glm46v.video_processing_glm46v").Glm46VVideoProcessor
     for rate in (1.0, 2.0, 10.0, 23.976, 25.0, 29.97, 59.94):
         for total in (*range(1, 120), 641, 1000, 2399, 86_000):
             seen = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)

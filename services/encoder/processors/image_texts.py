@@ -1,0 +1,106 @@
+"""What kinds of models have in a prompt for an image: text around and among the tokens that have rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+
+class ImageText(Protocol):
+    """What a kind of models has in a prompt for an image: text around and among the tokens that have rows."""
+
+    settings: Mapping[str, Any]
+    """Of the processor of images, beside its own."""
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """`made`: what the processor of images made of one. `token`: stands for a row. Raises ValueError for an image
+        that the tower does not take."""
+        ...
+
+
+class PixtralText:
+    """Pixtral's and Mistral 3's: a line of rows for each line of squares, with the end of each written behind it."""
+
+    def __init__(self, config: Any) -> None:
+        self._side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+        self.settings: Mapping[str, Any] = {"patch_size": {"height": self._side, "width": self._side}}
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`. Raises ValueError for an image of one row, which the library's tower takes apart."""
+        height, width = (int(side) // self._side for side in made["image_sizes"][0])
+        if height * width == 1:
+            raise ValueError(f"{self._side} times {self._side} pixels are too few; one side has to have more")
+        return "[IMG_BREAK]".join(height * [width * token]) + "[IMG_END]"
+
+    def longest_edge(self, size: tuple[int, int], most: int, max_pixels: int) -> int:
+        """Of an image of `size`, at most `most`, with which it has no more pixels than that once it is scaled."""
+        longest = min(most, max(size))
+        while longest > self._side and self._pixels(size, longest) > max_pixels:
+            longest -= 1
+        return longest
+
+    def _pixels(self, size: tuple[int, int], longest: int) -> int:
+        return math.prod(-(-side * longest // max(size) // self._side) * self._side for side in size)
+
+
+class IdeficsText:
+    """Idefics3's and SmolVLM's: the rows of each tile behind its place, those of the whole image at the end."""
+
+    settings: Mapping[str, Any] = {"return_row_col_info": True}
+
+    def __init__(self, config: Any) -> None:
+        self._rows = (config.vision_config.image_size // config.vision_config.patch_size // config.scale_factor) ** 2
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        (lines,), (columns,) = made["rows"][0], made["cols"][0]
+        mark, rows = "<fake_token_around_image>", self._rows * token
+        tiles = [
+            "".join(f"{mark}<row_{line + 1}_col_{column + 1}>{rows}" for column in range(columns)) + "\n"
+            for line in range(lines)
+        ]
+        return "".join(tiles) + ("\n" if tiles else "") + f"{mark}<global-img>{rows}{mark}"
+
+
+class InternText:
+    """InternVL's: the rows of all tiles, one behind the other."""
+
+    settings: Mapping[str, Any] = {"crop_to_patches": True}
+
+    def __init__(self, config: Any) -> None:
+        tower = config.vision_config
+        (high, wide), (patch_high, patch_wide) = tower.image_size, tower.patch_size
+        self._rows = int((high // patch_high) * (wide // patch_wide) * config.downsample_ratio**2)
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        return f"<img>{int(made['num_patches'][0]) * self._rows * token}</img>"
+
+
+class LlamaText:
+    """Llama 4's: the rows of each tile, line by line, with separators behind them, those of the whole image at the
+    end."""
+
+    settings: Mapping[str, Any] = {}
+
+    def __init__(self, config: Any) -> None:
+        tower = config.vision_config
+        self._rows = int((tower.image_size // tower.patch_size) ** 2 * tower.pixel_shuffle_ratio**2)
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        (lines, columns), rows = made["aspect_ratios"][0].tolist(), self._rows * token
+        line = "<|tile_x_separator|>".join(columns * [rows]) + "<|tile_y_separator|>"
+        tiles = lines * line if lines * columns > 1 else ""
+        return f"<|image_start|>{tiles}<|image|>{rows}<|image_end|>"
+
+
+TEXTS: dict[str, Callable[[Any], ImageText]] = {
+    "pixtral": PixtralText,
+    "idefics3": IdeficsText,
+    "smolvlm": IdeficsText,
+    "internvl": InternText,
+    "llama4": LlamaText,
+}
+"""By `model_type` of the tower, or of the model. Others have nothing but rows for an image."""
