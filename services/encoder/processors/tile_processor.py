@@ -20,13 +20,13 @@ Size = tuple[int, int]
 """Height and width."""
 
 
-class _RawSize(Struct):
+class _RawTile(Struct):
     height: int
     width: int
 
 
-class _RawProcessor(Struct):
-    size: _RawSize = field(default_factory=lambda: _RawSize(336, 336))
+class _RawTiles(Struct):
+    size: _RawTile = field(default_factory=lambda: _RawTile(336, 336))
     max_patches: int = 16
     resize_to_max_canvas: bool = False
     resample: int = 2
@@ -43,7 +43,7 @@ class TileProcessor:
     def __init__(self, folder: Path) -> None:
         """Reads `preprocessor_config.json`. Raises OSError, msgspec's errors, and ValueError for tiles that are no
         squares."""
-        raw = msgspec.json.decode((folder / "preprocessor_config.json").read_bytes(), type=_RawProcessor)
+        raw = msgspec.json.decode((folder / "preprocessor_config.json").read_bytes(), type=_RawTiles)
         if raw.size.height != raw.size.width or raw.size.height < 1 or raw.max_patches < 1:
             raise ValueError("preprocessor_config.json: size and max_patches: at least one square tile is needed")
         self._raw, self._side = raw, raw.size.height
