@@ -46,6 +46,7 @@ from services.worker.models.weights import (
     DenseMlp,
     LatentWeights,
     LayerWeights,
+    LowRankGates,
     MixtureMlp,
     SelectiveWeights,
     SharedExpert,
@@ -128,6 +129,10 @@ def load_experts(
     return packer.pack_experts(read.gate_up, read.down, read.biases)
 
 
+_STORED = ("weight", "qweight", "weight_packed")
+"""Of a module, as numbers or as codes, one of these is there."""
+
+
 class _Mixer(NamedTuple):
     """What a layer has in front of its MLP; see `LayerWeights`."""
 
@@ -140,6 +145,7 @@ class _Mixer(NamedTuple):
     mixer: StateMixer | None = None
     steps: PackedLinear | None = None
     selective: SelectiveWeights | None = None
+    gates: LowRankGates | None = None
     gate: PackedLinear | None = None
     split_norm: Tensor | None = None
     sinks: Tensor | None = None
@@ -237,7 +243,7 @@ class _Loader:
             output=mixer.output,
             attention_post_norm=self._norm(f"{name}.{names.attention_post_norm}.weight") if behind else None,
             mlp_norm=self._norm(f"{mlp}.{names.mlp_norm}.weight") if has_mlp and before else None,
-            mlp=self._mixture(mlp, index) if layer.mixes else self._mlp(f"{mlp}.{names.mlp}") if has_mlp else None,
+            mlp=self._mixture(mlp, index) if layer.mixes else self._mlp(self._mlp_block(mlp)) if has_mlp else None,
             mlp_post_norm=self._norm(f"{name}.{names.mlp_post_norm}.weight") if behind else None,
             cos_sin=mixer.cos_sin,
             window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
@@ -245,6 +251,7 @@ class _Loader:
             mixer=mixer.mixer,
             steps=mixer.steps,
             selective=mixer.selective,
+            gates=mixer.gates,
             gate=mixer.gate,
             split_norm=mixer.split_norm,
             sinks=mixer.sinks,
@@ -325,7 +332,8 @@ class _Loader:
         if isinstance(states, DeltaConfig):
             delta = DeltaLoader(*how, states, name)
             inputs, steps = delta.inputs()
-            return _Mixer(inputs, delta.output(), cos_sin=nothing, mixer=delta.mixer(), steps=steps)
+            net, gates = delta.mixer(), delta.gates()
+            return _Mixer(inputs, delta.output(), cos_sin=nothing, mixer=net, steps=steps, gates=gates)
         if isinstance(states, ConvolutionConfig):
             short = ConvolutionLoader(*how, states, name)
             return _Mixer(short.inputs(), short.output(), cos_sin=nothing, mixer=short.mixer())
@@ -378,6 +386,15 @@ class _Loader:
         whole = [bias for bias in biases if bias is not None]
         return self._matrices.pack_linear(self._matrices.join(matrices), joined(whole) if whole else None)
 
+    def _mlp_block(self, layer: str) -> str:
+        """What the names of a layer's MLP, or of its mixture, begin with."""
+        names, own = self._names, f"{layer}.{self._names.mlp}"
+        if names.other_mlp is None:
+            return own
+        other = f"{layer}.{names.other_mlp}"
+        known = ("gate.weight", *(f"{names.down}.{each}" for each in _STORED))
+        return other if any(f"{other}.{each}" in self._checkpoint for each in known) else own
+
     def _mlp(self, name: str) -> DenseMlp:
         return self._columns_of(name, self._config.intermediate_size, self._share.mlp, self._config.mlp_bias)
 
@@ -410,14 +427,15 @@ class _Loader:
         return MixtureMlp(
             router=self._matrices.pack(read.router, read.router_bias),
             experts=RankExperts((self._packer or self._ops).pack_experts(read.gate_up, read.down, read.biases), local),
-            routing=self._routing(f"{name}.{self._names.expert_correction}", mixture),
+            routing=self._routing(name, mixture),
             shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, mixture.shared_size),
             counts=empty_counts(mixture.experts, self._device) if self._counts_picks else None,
         )
 
-    def _routing(self, name: str, mixture: Mixture) -> Routing:
+    def _routing(self, layer: str, mixture: Mixture) -> Routing:
         bias = None
         if mixture.corrected:
+            name = f"{self._mlp_block(layer)}.{self._names.expert_correction}"
             bias = read_exactly(self._checkpoint, name, (mixture.experts,))
         return Routing(
             chosen=mixture.chosen,
@@ -434,7 +452,7 @@ class _Loader:
         if self._config.architecture == GRANITE:
             mlp = self._columns_of(f"{layer}.{self._names.mlp}", size, self._share.shared_expert, bias=False)
             return SharedExpert(mlp, gate=None)
-        block = f"{layer}.{self._names.mlp}.shared_expert"
+        block = f"{self._mlp_block(layer)}.shared_expert"
         if not mixture.shared_gated:
             return SharedExpert(self._columns_of(f"{block}s", size, self._share.shared_expert, bias=False), gate=None)
         mlp = self._columns_of(block, size, self._share.shared_expert, bias=False)
@@ -469,8 +487,9 @@ class _Loader:
         if rope not in self._tables:
             config = self._config
             table = cos_sin_table(rope, config.rotated_dim, self._max_model_len)
-            if config.rotary_dim not in (None, config.head_dim):
-                table = partly_rotating(table, config.head_dim)
+            whole = config.head_dim if config.latent is None else config.latent.rope_dim
+            if config.rotary_dim not in (None, whole):
+                table = partly_rotating(table, whole)
             self._tables[rope] = table.to(self._device)
         return self._tables[rope]
 

@@ -269,7 +269,7 @@ def native_decoder(
         return None
     if config.shared is not None or isinstance(config.states, LightningConfig):
         return None
-    if any(each.norms_outputs for each in config.layers):
+    if any(each.norms_outputs for each in config.layers) or any(each.gates is not None for each in weights.layers):
         return None
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
     if any(each.experts.local is not None for each in mixtures):

@@ -128,6 +128,19 @@ class DepthWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRankGates:
+    """What a delta net whose keys' elements are forgotten one by one has between a row's projection and its states, for
+    one rank's H heads."""
+
+    rates: PackedLinear
+    """[H * N, R]: time steps, before their bias, of R numbers of the row."""
+    outputs: PackedLinear
+    """[H * P, R]: gates, of R others."""
+    rank: int
+    """R"""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One rank's weights of one layer. Norm weights are float32."""
 
@@ -153,6 +166,9 @@ class LayerWeights:
     """The last of what a mixer's rows are projected to, where it is kept in another way; None: it is part of `qkv`."""
     selective: SelectiveWeights | None = None
     """Of a Mamba-1 mixer."""
+    gates: LowRankGates | None = None
+    """Of Kimi Delta Attention, whose rows are projected to what its convolution sees, what rates and gates are made of,
+    and how much is written."""
     gate: PackedLinear | None = None
     """Gated attention, and lightning attention: the sigmoid of a row times this [H * D, hidden] is how much of
     attention's output is taken."""

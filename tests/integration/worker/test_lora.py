@@ -176,7 +176,7 @@ def test_an_adapter_of_latents_alone_gives_the_same_bits_as_in_a_mixed_batch(tmp
 def of_mixers(model: TinyModel, folder: Path) -> dict[str, TinyModel]:
     """Of every linear layer; and of those around states alone, or of what makes keys and values of latents."""
     every = linear_layers(model)
-    of_states = ("in_proj", "out_proj", "kv_b_proj", "g_proj", "qkv_proj", "output_gate")
+    of_states = ("in_proj", "out_proj", "kv_b_proj", "g_proj", "qkv_proj", "output_gate", "f_", "g_b")
     around = tuple(name for name in every if name.startswith(of_states))
     return {
         "every": write_adapter(model, folder / "every", modules=every, seed=1, strength=0.1),
@@ -197,6 +197,7 @@ def of_mixers(model: TinyModel, folder: Path) -> dict[str, TinyModel]:
         ("qwen3.5", "torch"),
         ("qwen3.5-moe", "native"),
         pytest.param("olmo-hybrid", "native", marks=pytest.mark.extras),
+        pytest.param("kimi-linear", "native", marks=pytest.mark.extras),
         pytest.param("minimax", "native", marks=pytest.mark.extras),
     ],
 )

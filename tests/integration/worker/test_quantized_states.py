@@ -39,6 +39,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3.5": _DELTA,
     "qwen3.5-moe": _DELTA | _EXPERTS,
     "olmo-hybrid": _DELTA | {"linear_key_head_dim": 32},
+    "kimi-linear": {"linear_head_dim": 32, "linear_num_heads": 4, "moe_intermediate_size": 64, "kv_lora_rank": 64}
+    | {"qk_nope_head_dim": 32, "v_head_dim": 16},
     "minimax": {},
     "nemotron-h": {"mamba_num_heads": 8},
     "nemotron-h-moe": {"mamba_num_heads": 8, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
@@ -70,6 +72,8 @@ def quantised_states(path: Path, method: str, family: str, **changes: Any) -> Ti
         ("qwen3.5-moe", "gptq", "torch"),
         *by_lane(["olmo-hybrid"], "gptq", "native"),
         *by_lane(["olmo-hybrid"], "fp8 of whole blocks", "torch"),
+        *by_lane(["kimi-linear"], "gptq", "native"),
+        *by_lane(["kimi-linear"], "fp8 of whole blocks", "torch"),
         *by_lane(["minimax"], "gptq", "native"),
         *by_lane(["minimax"], "fp8 of blocks", "torch"),
         *by_lane(["lfm2"], "awq", "native"),

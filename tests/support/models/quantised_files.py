@@ -335,7 +335,7 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
 LEFT_ALONE = (
     *("lm_head", "layers.1.self_attn.o_proj"),
     *("shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b"),
-    *("linear_attn.a_proj", "linear_attn.b_proj"),
+    *("linear_attn.a_proj", "linear_attn.b_proj", "self_attn.b_proj"),
 )
 """Few outputs of delta nets are no blocks of 128, and eight codes of outputs are a word."""
 
@@ -374,8 +374,10 @@ def quantise(model: TinyModel, method: str) -> TinyModel:
 
 
 def _stored_name(module: str, tensors: dict[str, Tensor]) -> str:
-    """What a module of the library is called in its checkpoint: Nemotron-H's differ, and Mixtral's and MiniMax's
-    experts."""
+    """What a module of the library is called in its checkpoint: Nemotron-H's and Kimi-Linear's differ, and the
+    experts of Mixtral and MiniMax."""
+    if any(".self_attn.f_a_proj." in name for name in tensors):
+        return module.replace(".forget_gate.", ".").replace(".mlp.", ".block_sparse_moe.")
     if "model.layers.0.block_sparse_moe.gate.weight" in tensors:
         return module.replace(".mlp", ".block_sparse_moe", 1)
     return module.replace("model.", "backbone.", 1) if "backbone.embeddings.weight" in tensors else module

@@ -103,6 +103,8 @@ _DELTA: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
 }
 
+_NOT_KIMIS = ("n_routed_experts", "first_k_dense_replace", "rope_parameters")
+
 _NEMOTRON: dict[str, Any] = {
     "mamba_num_heads": 6,
     "mamba_head_dim": 16,
@@ -225,6 +227,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {key: value for key, value in _DELTA.items() if key != "partial_rotary_factor"}
         | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},  # as the published model has it
     ),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        {key: value for key, value in _LATENT.items() if key not in _NOT_KIMIS}
+        | {"num_local_experts": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5}
+        | {"linear_num_heads": 6, "linear_head_dim": 10, "layer_types": _DELTA["layer_types"]},
+    ),
     "minimax": (
         "MiniMaxConfig",
         {
@@ -280,12 +288,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 STATE_FAMILIES = (
     *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
-    *("olmo-hybrid", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe"),
+    *("olmo-hybrid", "kimi-linear", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe"),
     *("mamba", "falcon-mamba", "jamba", "zamba2"),
 )
 """With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions or lightning attention."""
 IN_EXTRAS = (
-    *("olmo-hybrid", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "falcon-mamba", "jamba"),
+    *(
+        "olmo-hybrid",
+        "kimi-linear",
+        "minimax",
+        "nemotron-h",
+        "nemotron-h-moe",
+        "falcon-h1",
+        "lfm2-moe",
+        "falcon-mamba",
+        "jamba",
+    ),
     *("zamba2", "glm-5"),
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""

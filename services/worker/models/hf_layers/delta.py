@@ -11,7 +11,11 @@ SEEING_ARCHITECTURES = dict(zip(QWEN3_5, ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCa
 """Those with a vision tower, and what their language models are."""
 
 OLMO_HYBRID = "OlmoHybridForCausalLM"
-DELTA_ARCHITECTURES = ("Qwen3NextForCausalLM", *SEEING_ARCHITECTURES.values(), *SEEING_ARCHITECTURES, OLMO_HYBRID)
+KIMI_LINEAR = "KimiLinearForCausalLM"
+DELTA_ARCHITECTURES = (
+    *("Qwen3NextForCausalLM", *SEEING_ARCHITECTURES.values(), *SEEING_ARCHITECTURES),
+    *(OLMO_HYBRID, KIMI_LINEAR),
+)
 """Those whose layers, or most of them, have a state in place of keys and values."""
 
 
@@ -34,6 +38,10 @@ class DeltaConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     (arXiv:2411.12537)."""
     norm_eps: float | None = None
     """Of the norm behind it; None: as the model's other norms."""
+    gate_rank: int | None = None
+    """Kimi Delta Attention (arXiv:2510.26692): each element of a key is forgotten at a rate of its own, and a sigmoid
+    gates what comes out. Rates and gates are each made of so many numbers that a row is projected to. None: a head has
+    one rate, and a SiLU gates; a row is projected to both."""
 
     @property
     def kind(self) -> str:
@@ -57,7 +65,10 @@ class DeltaConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def projected(self) -> int:
-        """What a row is projected to: the gate, the convolution's channels, and two numbers of each head."""
+        """What a row is projected to: the convolution's channels, and the gate and two numbers of each head, or what
+        gates and rates are made of and one number of each head."""
+        if self.gate_rank is not None:
+            return self.conv_dim + 2 * self.gate_rank + self.heads
         return self.inner + self.conv_dim + 2 * self.heads
 
     @property
@@ -67,7 +78,7 @@ class DeltaConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def parameters(self, hidden: int) -> int:
         """Weights of one layer's matrices."""
-        return hidden * (self.projected + self.inner)
+        return hidden * (self.projected + self.inner) + (self.gate_rank or 0) * (self.inner + self.keys)
 
     def share(self, heads: int, groups: int) -> DeltaConfig:
         """The sizes of so many heads in so many groups."""

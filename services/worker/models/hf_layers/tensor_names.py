@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
-from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, OLMO_HYBRID
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, KIMI_LINEAR, OLMO_HYBRID
 from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
 from services.worker.models.hf_layers.selective import JAMBA
 from services.worker.models.hf_layers.shared import ZAMBA2
@@ -34,13 +34,15 @@ class TensorNames(NamedTuple):
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     mlp: str = "mlp"
+    other_mlp: str | None = None
+    """What some checkpoints call that, in layers with experts or in all of them."""
     ups: tuple[str, ...] = ("gate_proj", "up_proj")
     """The gates' first, where there are any."""
     down: str = "down_proj"
     gate_and_up: str | None = None
     """Where gates and ups are one matrix."""
-    expert_correction: str = "mlp.gate.e_score_correction_bias"
-    """What is added to experts' scores where they are chosen."""
+    expert_correction: str = "gate.e_score_correction_bias"
+    """Within that: what is added to experts' scores where they are chosen."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Norms of layers, and what some checkpoints call them."""
 
@@ -64,6 +66,7 @@ _NAMES = {
             ("post_attention_layernorm", "feedforward_layer_norm"),
         ),
     ),
+    KIMI_LINEAR: TensorNames(mixer="self_attn", mixer_output="o_proj", other_mlp="block_sparse_moe"),
     **dict.fromkeys(
         ("Mamba2ForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM"),
         TensorNames(
@@ -85,7 +88,6 @@ _NAMES = {
         attention="mixer",
         mlp="mixer",
         ups=("up_proj",),
-        expert_correction="mixer.gate.e_score_correction_bias",
     ),
     ZAMBA2: TensorNames(
         mlp_norm="pre_ff_layernorm",
@@ -106,7 +108,7 @@ _NAMES = {
             mlp="feed_forward",
             ups=("w1", "w3"),
             down="w2",
-            expert_correction="feed_forward.expert_bias",
+            expert_correction="expert_bias",
         ),
     ),
 }

@@ -24,7 +24,7 @@ from services.worker.models.latent.loading import rotated_last
 from services.worker.models.rope import partly_rotated
 from services.worker.models.sharding import LayerShard, MixerShard
 from services.worker.models.states import lightning_loading
-from services.worker.models.states.delta_loading import first_of_steps, input_parts
+from services.worker.models.states.delta_loading import GATES, RATES, first_of_steps, input_parts
 from services.worker.models.states.gated_attention import gated_outputs
 from services.worker.models.states.mamba_loading import own_outputs
 from services.worker.models.states.mixer_loading import channel_outputs
@@ -130,7 +130,11 @@ def _mixer_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
             }
         return sizes
     inputs = input_parts(config.architecture, states, MixerShard((0, states.heads), (0, states.groups), 1))
-    return {**{f"{name}.{each.module}": (hidden, each.size) for each in inputs}, output: back}
+    sizes = {f"{name}.{each.module}": (hidden, each.size) for each in inputs}
+    if states.gate_rank is not None:
+        made = {RATES[1]: states.keys, GATES[1]: states.inner}
+        sizes |= {f"{name}.{module}": (states.gate_rank, size) for module, size in made.items()}
+    return {**sizes, output: back}
 
 
 def _mlp_sizes(names: TensorNames, block: str, hidden: int, size: int) -> dict[str, tuple[int, int]]:
@@ -200,6 +204,7 @@ def _of_mixer(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> It
         parts = input_parts(config.architecture, states, shard)
         first = first_of_steps(parts)
         inputs = tuple(ModuleRows(f"{name}.{each.module}", each.outputs) for each in parts)
+        yield from _of_gates(name, states, shard, layer)
     if layer.steps is None:
         yield ModulesOfMatrix(layer.qkv, every, inputs)
     else:
@@ -217,6 +222,18 @@ def _of_selective(
     yield ModulesOfMatrix(layer.selective.made, shard.heads, (ModuleRows(f"{name}.x_proj", (0, states.made)),))
     steps = ModuleRows(f"{name}.dt_proj", shard.heads)
     yield ModulesOfMatrix(layer.selective.steps, (0, states.step_rank), (steps,))
+
+
+def _of_gates(name: str, states: DeltaConfig, shard: MixerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:
+    """Of Kimi Delta Attention, what makes rates and gates of few numbers."""
+    if layer.gates is None:
+        return
+    made = (
+        (layer.gates.rates, RATES[1], shard.elements(states.state_dim)),
+        (layer.gates.outputs, GATES[1], shard.elements(states.head_dim)),
+    )
+    for packed, module, rows in made:
+        yield ModulesOfMatrix(packed, (0, layer.gates.rank), (ModuleRows(f"{name}.{module}", rows),))
 
 
 def _of_attention(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:

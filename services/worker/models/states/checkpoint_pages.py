@@ -55,7 +55,10 @@ class CheckpointPages(NamedTuple):
         if numbers.device.type != "cpu" or not self.distinct:
             return None
         attending = [cache for cache in caches if not isinstance(cache, StateCache)]
-        blocks = ops.kv_copier(attending, self.layout.head_dim) if attending else None
+        blocks = None
+        if attending:
+            keys = self.layout.value_dim is None
+            blocks = ops.kv_copier(attending, self.layout.head_dim) if keys else ops.latents.copier(attending)
         words = cell_bytes(self.layout) // _WORD_BYTES
         pages = numbers.view(-1, self.heads, self.layers, words).numpy()
         return RankKvCache(
@@ -93,14 +96,20 @@ def checkpoint_pages(
             block_size=ops.block_size,
         )
         return CheckpointPages(layout, communicator.rank * heads, heads, 1, 1, alone=True, distinct=True)
-    keys, _ = ops.allocate_kv(1, 1, config.head_dim)
+    latent = config.latent
+    keys, _ = (
+        ops.allocate_kv(1, 1, config.head_dim)
+        if latent is None
+        else ops.latents.allocate(1, latent.kv_rank, latent.beside_dim)
+    )
     layout = KvLayout(
         model=digest,
         dtype=str(keys.dtype).removeprefix("torch."),
         layers=attending,
         kv_heads=config.num_kv_heads,
-        head_dim=cached_head_dim(keys.dtype, config.head_dim),
+        head_dim=cached_head_dim(keys.dtype, config.head_dim) if latent is None else latent.kv_rank,
         block_size=ops.block_size,
+        value_dim=None if latent is None else latent.beside_dim,
     )
     page = share.num_kv_heads * attending * cell_bytes(layout)
     pages = -(-state_bytes // page)

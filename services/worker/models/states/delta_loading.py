@@ -9,12 +9,18 @@ from torch import Tensor
 
 from services.worker.models.checkpoint import StoredTensorSource, read_exactly
 from services.worker.models.config import DeltaConfig, ModelConfig, ModelError
-from services.worker.models.hf_layers.delta import OLMO_HYBRID
+from services.worker.models.hf_layers.delta import KIMI_LINEAR, OLMO_HYBRID
 from services.worker.models.hf_layers.tensor_names import tensor_names
 from services.worker.models.quantization.matrices import MatrixLoader, permuted
 from services.worker.models.sharding import MixerShard
+from services.worker.models.weights import LowRankGates
 from services.worker.ops.interface import DeltaNet, PackedLinear
 from services.worker.ops.quantized import QuantizedWeight
+
+_RATES = "forget_gate."
+RATES, GATES = (f"{_RATES}f_a_proj", f"{_RATES}f_b_proj"), ("g_a_proj", "g_b_proj")
+"""Of Kimi Delta Attention: what a row is multiplied with, and what that is multiplied with, as `transformers` names
+them."""
 
 
 class DeltaInputs(NamedTuple):
@@ -36,11 +42,12 @@ class DeltaLoader(NamedTuple):
 
     def inputs(self) -> DeltaInputs:
         """What a row is projected by, in the order of `StateOps.mix`: gates, values, keys, queries, time steps, and how
-        much is written. The last two are a product of their own where a checkpoint has numbers of them beside codes, as
-        those of fp8 have, whose blocks are wider: one product would be of numbers."""
+        much is written; of Kimi Delta Attention no gates first, and what time steps and gates are made of in the steps'
+        place. What is a number of each head is a product of its own where a checkpoint has numbers of it beside codes,
+        as those of fp8 have, whose blocks are wider: one product would be of numbers."""
         hidden, read, pack = self.config.hidden_size, self.matrices.read, self.matrices.pack_linear
         parts = input_parts(self.config.architecture, self.delta, self.shard)
-        own = [permuted(read(f"{self.name}.{each.module}", (each.size, hidden)), each.outputs) for each in parts]
+        own = [permuted(read(self._module(each.module), (each.size, hidden)), each.outputs) for each in parts]
         first = first_of_steps(parts)
         wide, narrow = self.matrices.join(own[:first]), self.matrices.join(own[first:])
         if isinstance(wide, QuantizedWeight) and isinstance(narrow, Tensor):
@@ -53,10 +60,40 @@ class DeltaLoader(NamedTuple):
         name = tensor_names(self.config.architecture).mixer_output
         return self.matrices.pack_inputs(f"{self.name}.{name}", shape, columns, None)
 
+    def gates(self) -> LowRankGates | None:
+        """Of Kimi Delta Attention; None: there are none, rows are projected to all of them."""
+        delta, rank = self.delta, self.delta.gate_rank
+        if rank is None:
+            return None
+        elements, keys = self.shard.elements(delta.head_dim), self.shard.elements(delta.state_dim)
+        rates = self.matrices.read(self._module(RATES[1]), (delta.keys, rank), rows=keys)
+        outputs = self.matrices.read(self._module(GATES[1]), (delta.inner, rank), rows=elements)
+        return LowRankGates(self.matrices.pack_linear(rates, None), self.matrices.pack_linear(outputs, None), rank)
+
+    def _module(self, module: str) -> str:
+        """The whole name of a module that `transformers` calls so."""
+        within = module.removeprefix(_RATES)
+        return f"{self.name}.{module if within == module else self._block_of_rates + within}"
+
+    @property
+    def _block_of_rates(self) -> str:
+        """`transformers` has what makes rates in a module of their own, published files have not."""
+        return "" if f"{self.name}.A_log" in self.matrices.checkpoint else _RATES
+
+    def _rates(self) -> tuple[Tensor, Tensor]:
+        """The mixer's decays and biases of time steps."""
+        delta, heads, block = self.delta, slice(*self.shard.heads), self._block_of_rates
+        if delta.gate_rank is None:
+            decay, bias = self._read("A_log", (delta.heads,)), self._read("dt_bias", (delta.heads,))
+        else:
+            decay = self._read(f"{block}A_log", (1, 1, delta.heads, 1)).flatten()
+            bias = self._read(f"{block}dt_bias", (delta.keys,)).view(delta.heads, delta.state_dim)
+        return decay[heads].exp().neg(), bias[heads].contiguous()
+
     def mixer(self) -> DeltaNet:
         """All that is between them."""
-        delta, heads = self.delta, slice(*self.shard.heads)
-        norm = "o_norm" if self.config.architecture == OLMO_HYBRID else "norm"
+        delta, (decay, step_bias) = self.delta, self._rates()
+        norm = "o_norm" if self.config.architecture in (OLMO_HYBRID, KIMI_LINEAR) else "norm"
         conv = self._convolution().squeeze(1)
         own = conv[_channels(delta, self.shard).to(conv.device)]
         return DeltaNet(
@@ -66,16 +103,16 @@ class DeltaLoader(NamedTuple):
             state_dim=delta.state_dim,
             conv_weight=own.t().contiguous(),
             conv_bias=conv.new_zeros(len(own)),
-            decay=self._read("A_log", (delta.heads,))[heads].exp().neg(),
-            step_bias=self._read("dt_bias", (delta.heads,))[heads].contiguous(),
+            decay=decay,
+            step_bias=step_bias,
             norm=self._read(f"{norm}.weight", (delta.head_dim,)),
             eps=self.config.norm_eps if delta.norm_eps is None else delta.norm_eps,
             most_written=float(delta.most_written),
         )
 
     def _convolution(self) -> Tensor:
-        """[channels, 1, kernel] of queries, keys and values; Olmo-Hybrid's checkpoints have it in three parts, which
-        the library writes as thirds, whatever is in them."""
+        """[channels, 1, kernel] of queries, keys and values; Olmo-Hybrid's and Kimi-Linear's checkpoints have it in
+        three parts, which the library writes as thirds, whatever is in them."""
         delta, source = self.delta, self.matrices.checkpoint
         whole = (delta.conv_dim, 1, delta.kernel)
         if f"{self.name}.conv1d.weight" in source or not isinstance(source, StoredTensorSource):
@@ -109,6 +146,8 @@ def input_parts(architecture: str, delta: DeltaConfig, shard: MixerShard) -> tup
     """In the order of `DeltaLoader.inputs`."""
     if architecture == OLMO_HYBRID:
         return _each_alone(delta, shard)
+    if delta.gate_rank is not None:
+        return _with_low_rank_gates(delta, delta.gate_rank, shard)
     return _by_key_head(delta, shard) if architecture == "Qwen3NextForCausalLM" else _by_kind(delta, shard)
 
 
@@ -151,6 +190,19 @@ def _each_alone(delta: DeltaConfig, shard: MixerShard) -> tuple[InputPart, ...]:
         InputPart("q_proj", delta.keys, keys),
         InputPart("a_proj", delta.heads, heads, True),
         InputPart("b_proj", delta.heads, heads, True),
+    )
+
+
+def _with_low_rank_gates(delta: DeltaConfig, rank: int, shard: MixerShard) -> tuple[InputPart, ...]:
+    """Kimi Delta Attention: a matrix of each; every rank has what rates and gates are made of."""
+    elements, keys = (torch.arange(*shard.elements(each)) for each in (delta.head_dim, delta.state_dim))
+    return (
+        InputPart("v_proj", delta.inner, elements),
+        InputPart("k_proj", delta.keys, keys),
+        InputPart("q_proj", delta.keys, keys),
+        InputPart(RATES[0], rank, torch.arange(rank)),
+        InputPart(GATES[0], rank, torch.arange(rank)),
+        InputPart("b_proj", delta.heads, torch.arange(*shard.heads), True),
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from services.worker.distributed.communicator import Communicator
-from services.worker.models.weights import LayerWeights, SelectiveWeights
+from services.worker.models.weights import LayerWeights, LowRankGates, SelectiveWeights
 from services.worker.ops.interface import BatchMeta, Ops, SelectiveSpace, StateCache, StateMixer, StateSpace
 
 
@@ -30,6 +30,8 @@ class StateMixing:
             return self._selected(mixer, layer.selective, projected, meta, states)
         if layer.steps is not None:
             projected = torch.cat((projected, self._ops.linear(x, layer.steps)), dim=1)
+        if layer.gates is not None:
+            projected = self._with_gates(projected, layer.gates, mixer.conv_weight.shape[1])
         mixed = self._mix(projected, mixer, states, meta)
         if layer.split_norm is not None:
             assert isinstance(mixer, StateSpace)
@@ -56,6 +58,13 @@ class StateMixing:
         steps = self._ops.linear(steps.contiguous(), weights.steps)
         given = torch.cat((gates, rows, b, c, steps), dim=1)
         return self._mix(given, space, StateCache(windows[:, :0], states), meta)
+
+    def _with_gates(self, projected: Tensor, gates: LowRankGates, channels: int) -> Tensor:
+        """projected [n, C + 2 * R + H] → [n, H * P + C + H * N + H], as `StateOps.mix` takes it."""
+        low = projected[:, channels : channels + 2 * gates.rank]
+        rates, outputs = (each.contiguous() for each in low.chunk(2, dim=1))
+        made = (self._ops.linear(outputs, gates.outputs), projected[:, :channels], self._ops.linear(rates, gates.rates))
+        return torch.cat((*made, projected[:, channels + 2 * gates.rank :]), dim=1)
 
     def _mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
         assert meta.states is not None, "a model with states has them in every step"

@@ -6,6 +6,13 @@
 
 BATON_INLINE F sigmoid(F x) { return all(1.0f) / (all(1.0f) + exp(zeros() - x)); }
 BATON_INLINE F silu(F x) { return x / (all(1.0f) + exp(zeros() - x)); }
+// log(1 + exp(x)). With t = exp(-|x|), log(1 + t) is twice the inverse hyperbolic tangent of t / (2 + t), which is 1/3 at
+// the most: a short series.
+BATON_INLINE F softplus(F x) {
+    F t = exp(zeros() - larger(x, zeros() - x)), s = t / (all(2.0f) + t), squared = s * s, series = all(1.0f / 15.0f);
+    for (int odd = 13; odd >= 1; odd -= 2) series = fma(series, squared, all(1.0f / float(odd)));
+    return fma(all(2.0f) * s, series, larger(x, zeros()));
+}
 // Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415), the tanh form.
 BATON_INLINE F gelu_tanh(F x) {
     F inner = all(0.7978845608028654f) * fma(all(0.044715f) * x * x, x, x);

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import BatchMeta, DeltaNet, SelectiveSpace, ShortConvolution, StateCache, StateMixer
+from services.worker.ops.interface import (
+    BatchMeta,
+    DeltaNet,
+    SelectiveSpace,
+    ShortConvolution,
+    StateCache,
+    StateMixer,
+    StateSpace,
+)
 from services.worker.ops.native import library
 from services.worker.ops.torch_mixers.states import TorchStates
 
@@ -18,7 +26,7 @@ if TYPE_CHECKING:
 MAX_KERNEL = 64
 """Tokens that a convolution sees at the most, as states.cpp counts them."""
 
-_STATE_SPACE, _GATED_DELTA, _CONVOLUTION, _SELECTIVE, _GATED_CONVOLUTION, _LIGHTNING = range(6)
+_STATE_SPACE, _GATED_DELTA, _CONVOLUTION, _SELECTIVE, _GATED_CONVOLUTION, _LIGHTNING, _ELEMENT_DELTA = range(7)
 """`StateRule` of states.h."""
 
 
@@ -58,7 +66,7 @@ def described_mixer(mixer: StateMixer) -> library.NativeStateMixer | None:
     if isinstance(mixer, ShortConvolution | SelectiveSpace):
         return _described_channels(mixer)
     return library.NativeStateMixer(
-        rule=_GATED_DELTA if isinstance(mixer, DeltaNet) else _LIGHTNING if mixer.lightning else _STATE_SPACE,
+        rule=_rule_of(mixer),
         heads=mixer.heads,
         head_dim=mixer.head_dim,
         groups=mixer.groups,
@@ -73,6 +81,12 @@ def described_mixer(mixer: StateMixer) -> library.NativeStateMixer | None:
         eps=mixer.eps,
         most_written=mixer.most_written if isinstance(mixer, DeltaNet) else 0.0,
     )
+
+
+def _rule_of(mixer: StateSpace | DeltaNet) -> int:
+    if isinstance(mixer, DeltaNet):
+        return _ELEMENT_DELTA if mixer.by_element else _GATED_DELTA
+    return _LIGHTNING if mixer.lightning else _STATE_SPACE
 
 
 def _described_channels(mixer: ShortConvolution | SelectiveSpace) -> library.NativeStateMixer:

@@ -8,14 +8,6 @@
 
 namespace {
 
-// log(1 + exp(x)). With t = exp(-|x|), log(1 + t) is twice the inverse hyperbolic tangent of t / (2 + t), which is 1/3 at
-// the most: a short series.
-F softplus(F x) {
-    F t = exp(zeros() - larger(x, zeros() - x)), s = t / (all(2.0f) + t), squared = s * s, series = all(1.0f / 15.0f);
-    for (int odd = 13; odd >= 1; odd -= 2) series = fma(series, squared, all(1.0f / float(odd)));
-    return fma(all(2.0f) * s, series, larger(x, zeros()));
-}
-
 struct Selection {
     const MixStates& what;
     const Batch& batch;

@@ -19,7 +19,8 @@ constexpr float kLengthEps = 1e-6f;  // added to the squared length of a key or 
 struct Scratch {
     std::vector<float> mixed;   // [rows, C] what the convolution gives
     std::vector<float> steps;   // [rows, H] time steps; of a delta net how much of what is missing is written
-    std::vector<float> kept;    // [rows, H] what is left of a state
+    std::vector<float> kept;    // [rows, H] what is left of a state; by element [rows, H, N]
+    std::vector<float> asked;   // [rows, H, N], by element: keys times that, by which the state before is read
     std::vector<int> sequence;  // [rows]
 };
 
@@ -73,7 +74,7 @@ struct Pass {
                 if (seen[k]) total += seen[k][c] * mixer.conv_weight[int64_t(k) * channels + c];
             to[c] = total / (1.0f + std::exp(-total));
         }
-        if (alone()) return;
+        if (alone() || by_element()) return;
         if (lightning()) return even_steps(at);
         const float* raw = inputs(at) + channels;
         for (int h = 0; h < mixer.heads; ++h) {
@@ -98,8 +99,26 @@ struct Pass {
     // A convolution, whose outputs are all that is asked for.
     bool alone() const { return mixer.rule == StateRule::kConvolution; }
     bool lightning() const { return mixer.rule == StateRule::kLightning; }
-    bool delta() const { return mixer.rule == StateRule::kGatedDelta; }
+    bool delta() const { return mixer.rule == StateRule::kGatedDelta || by_element(); }
+    bool by_element() const { return mixer.rule == StateRule::kElementDelta; }
     float scale_of_queries() const { return 1.0f / std::sqrt(float(mixer.state_dim)); }
+
+    // Of a row and a head: its key and query, what is left of each element of its state, and how much is written.
+    void keep_elements(int at, int head) const {
+        int dim = mixer.state_dim, channels = mixer.channels();
+        int64_t of_head = int64_t(at) * mixer.heads + head;
+        float* key = scratch.mixed.data() + int64_t(at) * channels + mixer.inner() + head * dim;
+        make_unit(key, 1.0f), make_unit(key + mixer.shared(), scale_of_queries());
+        const float* steps = inputs(at) + channels;
+        scratch.steps[size_t(of_head)] = mixer.most_written / (1.0f + std::exp(-steps[mixer.shared() + head]));
+        const float *own = steps + head * dim, *bias = mixer.step_bias + head * dim;
+        float *kept = scratch.kept.data() + of_head * dim, *asked = scratch.asked.data() + of_head * dim;
+        for (int n = 0; n < dim; n += kLanes) {
+            F left = exp(softplus(load_some(own + n, dim - n) + load_some(bias + n, dim - n)) * all(mixer.decay[head]));
+            store_some(kept + n, left, dim - n);
+            store_some(asked + n, left * load_some(key + n, dim - n), dim - n);
+        }
+    }
 
     // A key or a query, of length 1 and then scaled.
     void make_unit(float* row, float scale) const {
@@ -194,10 +213,15 @@ struct Pass {
             const float* mixed = scratch.mixed.data() + int64_t(at) * mixer.channels();
             const float *key = mixed + key_at, *query = key + mixer.shared();
             int64_t of_head = int64_t(at) * mixer.heads + head;
+            const float *left = nullptr, *asked = key, *next = key + mixer.channels();
+            if (by_element()) {
+                left = scratch.kept.data() + of_head * dim, asked = scratch.asked.data() + of_head * dim;
+                next = asked + int64_t(mixer.heads) * dim;
+            }
             if (at == first_row(sequence))
-                for (int p = first; p < end; ++p) known[p - first] = product(states + int64_t(p - first) * dim, key);
-            const float* next = at == last ? nullptr : key + mixer.channels();
-            Correction row{key, query, next, scratch.kept[of_head], scratch.steps[of_head], dim};
+                for (int p = first; p < end; ++p) known[p - first] = product(states + int64_t(p - first) * dim, asked);
+            if (at == last) next = nullptr;
+            Correction row{key, query, next, left, left ? 1.0f : scratch.kept[of_head], scratch.steps[of_head], dim};
             const float* values = mixed + int64_t(head) * mixer.head_dim;
             float* out = this->out(at) + int64_t(head) * mixer.head_dim;
             int p = first;
@@ -221,7 +245,8 @@ struct Pass {
     struct Correction {
         const float* key;
         const float* query;
-        const float* next;  // the next token's key; null: it is none of this step
+        const float* next;  // the next token's key, times what it leaves by element; null: it is none of this step
+        const float* left;  // by element; null: `kept` is left of all
         float kept, rate;
         int dim;
     };
@@ -230,10 +255,13 @@ struct Pass {
     // `Count` neighbouring elements. Each is computed in the same order whatever `Count` is.
     template <int Count>
     static void correct(float* state, const Correction& row, const float* values, float* known, float* out) {
-        if (row.next) correct<Count, true>(state, row, values, known, out);
-        else correct<Count, false>(state, row, values, known, out);
+        if (row.left) {
+            if (row.next) correct<Count, true, true>(state, row, values, known, out);
+            else correct<Count, false, true>(state, row, values, known, out);
+        } else if (row.next) correct<Count, true, false>(state, row, values, known, out);
+        else correct<Count, false, false>(state, row, values, known, out);
     }
-    template <int Count, bool GoesOn>
+    template <int Count, bool GoesOn, bool ByElement>
     static void correct(float* state, const Correction& row, const float* values, float* known, float* out) {
         F read[Count], ahead[Count], written[Count], kept = all(row.kept);
         float more[Count];
@@ -245,6 +273,7 @@ struct Pass {
         int n = 0;
         for (; n + kLanes <= row.dim; n += kLanes) {
             F key = load(row.key + n), query = load(row.query + n), next = GoesOn ? load(row.next + n) : zeros();
+            if (ByElement) kept = load(row.left + n);
             for (int e = 0; e < Count; ++e) {
                 float* own = state + int64_t(e) * row.dim + n;
                 F s = fma(load(own), kept, written[e] * key);
@@ -257,7 +286,7 @@ struct Pass {
             float* own = state + int64_t(e) * row.dim;
             float total = sum(read[e]), total_ahead = GoesOn ? sum(ahead[e]) : 0.0f;
             for (int i = n; i < row.dim; ++i) {
-                own[i] = own[i] * row.kept + more[e] * row.key[i];
+                own[i] = own[i] * (ByElement ? row.left[i] : row.kept) + more[e] * row.key[i];
                 total += own[i] * row.query[i];
                 if (GoesOn) total_ahead += own[i] * row.next[i];
             }
@@ -278,9 +307,11 @@ struct Pass {
             float total = sum(squares);
             for (; i < dim; ++i) total += out[i] * out[i];
             float scale = 1.0f / std::sqrt(total / float(dim) + mixer.eps);
-            for (i = 0; i + kLanes <= dim; i += kLanes)
-                store(out + i, load(out + i) * all(scale) * load(mixer.norm + i) * silu(load(gate + i)));
-            for (; i < dim; ++i) out[i] = out[i] * scale * mixer.norm[i] * (gate[i] / (1.0f + std::exp(-gate[i])));
+            for (i = 0; i + kLanes <= dim; i += kLanes) {
+                F from = load(gate + i);
+                store(out + i, load(out + i) * all(scale) * load(mixer.norm + i) * (by_element() ? sigmoid(from) : silu(from)));
+            }
+            for (; i < dim; ++i) out[i] = out[i] * scale * mixer.norm[i] * ((by_element() ? 1.0f : gate[i]) / (1.0f + std::exp(-gate[i])));
         }
     }
 
@@ -317,7 +348,10 @@ void mix_states(Pool& pool, const MixStates& what, const Batch& batch, const Sta
     static thread_local Scratch scratch;
     scratch.mixed.resize(std::max(scratch.mixed.size(), size_t(batch.rows) * mixer.channels()));
     scratch.steps.resize(std::max(scratch.steps.size(), size_t(batch.rows) * mixer.heads));
-    scratch.kept.resize(scratch.steps.size());
+    bool by_element = mixer.rule == StateRule::kElementDelta;
+    size_t kept = size_t(batch.rows) * mixer.heads * (by_element ? mixer.state_dim : 1);
+    scratch.kept.resize(std::max(scratch.kept.size(), kept));
+    if (by_element) scratch.asked.resize(std::max(scratch.asked.size(), kept));
     scratch.sequence.resize(std::max(scratch.sequence.size(), size_t(batch.rows)));
     Pass pass{what, batch, mixer, cache, scratch};
     for (int sequence = 0; sequence < batch.sequences; ++sequence)
@@ -325,6 +359,8 @@ void mix_states(Pool& pool, const MixStates& what, const Batch& batch, const Sta
     each_row(pool, batch.rows, [&](int row) { pass.convolve(row); });
     for (int sequence = 0; sequence < batch.sequences; ++sequence) pass.leave_window(sequence);
     if (pass.alone()) return;
+    if (by_element)
+        each_row(pool, batch.rows * mixer.heads, [&](int number) { pass.keep_elements(number / mixer.heads, number % mixer.heads); });
     int parts = (mixer.head_dim + kElementsOfTile - 1) / kElementsOfTile, tiles = mixer.heads * parts;
     int most = std::max(1, Pool::kMostTiles / tiles - 1);  // sequences of one job
     for (int from = 0; from < batch.sequences; from += most)

@@ -11,10 +11,12 @@ enum class StateRule : int {
     kSelective = 3,
     kGatedConvolution = 4,
     kLightning = 5,  // a state space whose convolution sees one token, with time steps of 1, neither gated nor normed here
+    kElementDelta = 6,
 };
 
 // H heads of P elements in G groups, N numbers of state for each element; C = H * P + 2 * G * N channels. Of a delta net:
-// heads of values, groups with a key and a query each, N elements of these; channels are values, keys and queries.
+// heads of values, groups with a key and a query each, N elements of these; channels are values, keys and queries. Of one by
+// element (Kimi Delta Attention), whose groups are heads, each of the N is forgotten at a rate of its own.
 // Of a selective space: as many heads as it has channels, each of one element; its convolution is a mixer of its own, which
 // has neither groups nor states. Nor has a gated short convolution.
 struct StateMixer {
@@ -28,7 +30,7 @@ struct StateMixer {
     const float* conv_bias;    // [C]
     const float* decay;        // [H]; of a selective space [H, N]
     const float* skip;         // [H]; a delta net has none
-    const float* step_bias;    // [H]
+    const float* step_bias;    // [H]; of a delta net by element [H, N]
     const float* norm;         // [H * P], null: outputs are only gated; of a delta net [P]
     float eps;
     float most_written;        // of a delta net: how much of what is missing is written at the most
@@ -45,9 +47,10 @@ struct StateCache {
 };
 
 struct MixStates {
-    // [rows, H * P + C + H]: gates, the convolution's inputs, time steps; of a delta net H more: how much is written; of a
-    // selective space gates, inputs, B, C, time steps; of its convolution what goes into it; of a gated one gates of what goes
-    // in, gates of what comes out, what goes in; of lightning attention the convolution's inputs alone
+    // [rows, H * P + C + H]: gates, the convolution's inputs, time steps (of a delta net by element H * N); of a delta net H
+    // more: how much is written; of a selective space gates, inputs, B, C, time steps; of its convolution what goes into it; of
+    // a gated one gates of what goes in, gates of what comes out, what goes in; of lightning attention the convolution's inputs
+    // alone
     const float* projected;
     int64_t projected_stride;
     const int64_t* slots;  // [sequences]

@@ -53,7 +53,8 @@ class DeltaNet(NamedTuple):
     decay: Tensor
     """[H] negative: what a time step is multiplied with."""
     step_bias: Tensor
-    """[H] what is added to time steps before the softplus."""
+    """[H] what is added to time steps before the softplus; [H, N]: each element of a key has a time step of its own,
+    and a sigmoid gates what the net gives (Kimi Delta Attention)."""
     norm: Tensor
     """[P]"""
     eps: float
@@ -64,6 +65,11 @@ class DeltaNet(NamedTuple):
     def gates(self) -> int:
         """Elements of a row that stand before what the convolution sees."""
         return self.heads * self.head_dim
+
+    @property
+    def by_element(self) -> bool:
+        """Whether each element of a key is forgotten at a rate of its own; G is H then."""
+        return self.step_bias.dim() == 2
 
 
 class ShortConvolution(NamedTuple):

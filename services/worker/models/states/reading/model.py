@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from services.worker.models.config import (
+    LatentConfig,
     LayerConfig,
     Mixture,
     ModelConfig,
@@ -51,6 +52,7 @@ def model_with_states(
     embedding_scale: float | None = None,
     logits_divisor: float | None = None,
     mixture: Mixture | None = None,
+    latent: LatentConfig | None = None,
     gated_attention: bool = False,
     rotary_dim: int | None = None,
     rope_axes: tuple[int, ...] = (),
@@ -58,6 +60,7 @@ def model_with_states(
 ) -> ModelConfig:
     """A model of `architecture` with what `raw` says of its size, and nothing of what is not named: a `head_dim` of 0
     is of one whose layers never attend. Raises ModelError for an unknown dtype."""
+    scaled_by = head_dim if latent is None else latent.query_dim
     return ModelConfig(
         architecture=architecture,
         dtype=dtype_named(raw.dtype or raw.torch_dtype),
@@ -71,7 +74,7 @@ def model_with_states(
         max_positions=max_positions,
         norm_eps=norm_eps,
         activation=activation,
-        attention_scale=head_dim**-0.5 if head_dim else 1.0,
+        attention_scale=scaled_by**-0.5 if scaled_by else 1.0,
         attention_softcap=None,
         logits_softcap=None,
         qkv_bias=attention_bias,
@@ -84,6 +87,7 @@ def model_with_states(
         tied_embeddings=raw.tie_word_embeddings,
         eos_token_ids=eos,
         mixture=mixture,
+        latent=latent,
         states=states,
         gated_attention=gated_attention,
         rotary_dim=rotary_dim,

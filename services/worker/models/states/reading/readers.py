@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
-from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, OLMO_HYBRID
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, KIMI_LINEAR, OLMO_HYBRID
 from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.selective import SELECTIVE_ARCHITECTURES
@@ -12,6 +12,7 @@ from services.worker.models.hf_layers.tensor_names import NEMOTRON_H
 from services.worker.models.states.reading.convolution import convolution_model_config
 from services.worker.models.states.reading.delta import delta_model_config
 from services.worker.models.states.reading.falcon import falcon_model_config
+from services.worker.models.states.reading.kimi import kimi_model_config
 from services.worker.models.states.reading.mamba import mamba_model_config
 from services.worker.models.states.reading.minimax import minimax_model_config
 from services.worker.models.states.reading.nemotron import nemotron_model_config
@@ -25,6 +26,7 @@ STATE_READERS = {
     "FalconH1ForCausalLM": falcon_model_config,
     **dict.fromkeys(DELTA_ARCHITECTURES, delta_model_config),
     OLMO_HYBRID: olmo_model_config,
+    KIMI_LINEAR: kimi_model_config,
     **dict.fromkeys(LIGHTNING_ARCHITECTURES, minimax_model_config),
     **dict.fromkeys(SELECTIVE_ARCHITECTURES, selective_model_config),
     ZAMBA2: zamba_model_config,

@@ -1,0 +1,164 @@
+"""Kimi Delta Attention against the recurrence as it is written down, token by token, in float64, and against what
+`transformers` computes of the same rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.kimi_linear.modeling_kimi_linear import (
+    chunk_kimi_delta_attention,
+    recurrent_kimi_delta_attention,
+)
+
+from services.worker.ops.interface import DeltaNet, StateCache, StateOps
+from services.worker.ops.native.build import Level, runnable_levels
+from services.worker.ops.native.native_ops import NativeOps
+from services.worker.ops.torch_mixers.convolution import CHUNK
+from services.worker.ops.torch_mixers.states import TorchStates
+from tests.support.worker.native_batches import native
+from tests.support.worker.state_steps import Share, meta_of
+
+HEADS, DIM, KEY, KERNEL, SLOTS = 3, 19, 21, 4, 9
+VALUES, KEYS = HEADS * DIM, HEADS * KEY
+CHANNELS = VALUES + 2 * KEYS
+PROJECTED = VALUES + CHANNELS + KEYS + HEADS
+PARTS = [VALUES, CHANNELS, KEYS, HEADS]
+LEVELS = tuple(runnable_levels())
+
+
+def net() -> DeltaNet:
+    torch.manual_seed(5)
+    return DeltaNet(
+        heads=HEADS,
+        head_dim=DIM,
+        groups=HEADS,
+        state_dim=KEY,
+        conv_weight=torch.randn(KERNEL, CHANNELS) * 0.5,
+        conv_bias=torch.zeros(CHANNELS),
+        decay=-torch.rand(HEADS) * 2,
+        step_bias=torch.randn(HEADS, KEY) - 2,
+        norm=torch.rand(DIM) + 0.5,
+        eps=1e-6,
+    )
+
+
+def cache(fill: float) -> StateCache:
+    return StateCache(torch.full((SLOTS, KERNEL - 1, CHANNELS), fill), torch.full((SLOTS, HEADS, DIM, KEY), fill))
+
+
+def convolved(inputs: Tensor, own: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
+    """Values [n, H, P], keys and queries [n, H, N]."""
+    line = torch.cat((torch.zeros(KERNEL - 1, CHANNELS, dtype=inputs.dtype), inputs)).unfold(0, KERNEL, 1)
+    values, keys, queries = torch.split(F.silu((line * own.conv_weight.t()).sum(2)), [VALUES, KEYS, KEYS], dim=1)
+    return values.view(-1, HEADS, DIM), keys.view(-1, HEADS, KEY), queries.view(-1, HEADS, KEY)
+
+
+def reference(projected: Tensor, net: DeltaNet) -> tuple[Tensor, Tensor]:
+    """Outputs of a whole sequence, and its state behind it."""
+    own = DeltaNet(*(each.double() if isinstance(each, Tensor) else each for each in net))  # type: ignore[arg-type]
+    gates, inputs, steps, rates = torch.split(projected.double(), PARTS, dim=1)
+    left = (F.softplus(steps.view(-1, HEADS, KEY) + own.step_bias) * own.decay.unsqueeze(1)).exp()
+    values, *others = convolved(inputs, own)
+    keys, queries = (each / (each.square().sum(2, keepdim=True) + 1e-6).sqrt() for each in others)
+    state, outputs = torch.zeros(HEADS, DIM, KEY, dtype=torch.float64), []
+    for token in range(len(projected)):
+        state = state * left[token].unsqueeze(1)
+        missing = values[token] - (state * keys[token].unsqueeze(1)).sum(2)
+        state = state + (rates[token].sigmoid().unsqueeze(1) * missing).unsqueeze(2) * keys[token].unsqueeze(1)
+        outputs.append((state * queries[token].unsqueeze(1)).sum(2) * KEY**-0.5)
+    mixed = torch.stack(outputs)
+    normed = mixed * (mixed.square().mean(2, keepdim=True) + own.eps).rsqrt() * own.norm
+    return normed.flatten(1) * gates.sigmoid(), state
+
+
+@pytest.fixture(params=["torch", *LEVELS], ids=["torch", *map(str, LEVELS)])
+def ops(request: pytest.FixtureRequest) -> StateOps:
+    level: Level | str = request.param
+    return TorchStates() if level == "torch" else native(torch.float32, level=level).states  # type: ignore[arg-type]
+
+
+def test_sequences_in_steps_of_every_length_are_the_recurrence(ops: StateOps) -> None:
+    """Four sequences, cut differently, in slots that hold what is no number until they begin."""
+    own, states = net(), cache(torch.nan)
+    torch.manual_seed(6)
+    lengths = {7: 3 * CHUNK + 5, 2: CHUNK + 1, 0: 2 * CHUNK, 5: 9}
+    rows = {slot: torch.randn(length, PROJECTED) for slot, length in lengths.items()}
+    steps = [
+        [Share(0, 0, 1), Share(7, 0, CHUNK + 3), Share(2, 0, 2)],
+        [Share(0, 1, 1), Share(5, 0, 1), Share(7, CHUNK + 3, 2), Share(2, 2, CHUNK - 1)],
+        [Share(7, CHUNK + 5, 1), Share(5, 1, 3), Share(0, 2, 2 * CHUNK - 2)],
+        [Share(5, 4, 5), Share(7, CHUNK + 6, 2 * CHUNK - 1)],
+    ]
+    outputs: dict[int, list[Tensor]] = {slot: [] for slot in lengths}
+    for shares in steps:
+        given = torch.cat([rows[share.slot][share.first : share.first + share.count] for share in shares])
+        mixed = ops.mix(given, own, states, meta_of(shares))
+        for share, part in zip(shares, mixed.split([share.count for share in shares]), strict=True):
+            outputs[share.slot].append(part)
+    for slot in lengths:
+        expected, state = reference(rows[slot], own)
+        torch.testing.assert_close(torch.cat(outputs[slot]).double(), expected, atol=5e-5, rtol=1e-4)
+        torch.testing.assert_close(states.states[slot].double(), state, atol=2e-5, rtol=1e-4)
+        assert torch.equal(states.windows[slot], rows[slot][1 - KERNEL :, VALUES : VALUES + CHANNELS])
+    others = [slot for slot in range(SLOTS) if slot not in lengths]
+    assert states.states[others].isnan().all(), "nobody else's state is written"
+
+
+@pytest.mark.parametrize(
+    ("decay", "bias"), [(-80.0, 5.0), (-1e-4, -5.0), (-16.0, 40.0)], ids=["forgets", "keeps", "long steps"]
+)
+def test_states_neither_overflow_nor_drift(ops: StateOps, decay: float, bias: float) -> None:
+    """Where all is forgotten at once, and where nothing is; beside elements of a key that are kept, in both."""
+    step_bias = torch.full((HEADS, KEY), bias)
+    step_bias[:, ::3] = -9.0
+    own = net()._replace(decay=torch.full((HEADS,), decay), step_bias=step_bias)
+    rows = torch.randn(4 * CHUNK, PROJECTED)
+    rows[:, -HEADS:] = 9.0
+    mixed = ops.mix(rows, own, cache(0.0), meta_of([Share(1, 0, len(rows))]))
+    torch.testing.assert_close(mixed.double(), reference(rows, own)[0], atol=5e-4, rtol=1e-3)
+
+
+def test_prompts_and_what_follows_them_are_what_transformers_computes(ops: StateOps) -> None:
+    """Its chunked rule for a prompt, its recurrent one behind it, on the convolution's outputs; and the gated norm."""
+    own, states, prompt = net(), cache(torch.nan), 2 * CHUNK + 9
+    rows = torch.randn(prompt + 1, PROJECTED)
+    gates, inputs, steps, rates = torch.split(rows, PARTS, dim=1)
+    values, keys, queries = convolved(inputs, own)
+    left = own.decay.unsqueeze(1) * F.softplus(steps.view(-1, HEADS, KEY) + own.step_bias)
+    given = {"query": queries, "key": keys, "value": values, "g": left, "beta": rates.sigmoid()}
+    given = {key: each.unsqueeze(0) for key, each in given.items()}
+    how = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    first, state = chunk_kimi_delta_attention(
+        **{key: each[:, :prompt] for key, each in given.items()}, initial_state=None, **how
+    )
+    last, state = recurrent_kimi_delta_attention(
+        **{key: each[:, prompt:] for key, each in given.items()}, initial_state=state, **how
+    )
+    mixed = torch.cat((first, last), dim=1)[0]
+    expected = F.rms_norm(mixed, (DIM,), own.norm, own.eps).flatten(1) * gates.sigmoid()
+    own_mixed = [
+        ops.mix(rows[:prompt], own, states, meta_of([Share(3, 0, prompt)])),
+        ops.mix(rows[prompt:], own, states, meta_of([Share(3, prompt, 1)])),
+    ]
+    torch.testing.assert_close(torch.cat(own_mixed), expected, atol=5e-5, rtol=1e-4)
+    torch.testing.assert_close(states.states[3], state[0].mT, atol=2e-5, rtol=1e-4)
+
+
+def test_native_rows_are_the_same_to_the_last_bit_however_a_sequence_is_cut() -> None:
+    """In one step or in many, alone or beside others, by one thread or two: who is computed again goes on alike."""
+    own, length = net(), CHUNK + 7
+    rows = torch.randn(length, PROJECTED)
+    one, two = (NativeOps(torch.device("cpu"), torch.float32, threads=threads).states for threads in (1, 2))
+    whole, cut = cache(torch.nan), cache(torch.nan)
+    expected = one.mix(rows, own, whole, meta_of([Share(3, 0, length)]))
+    parts, first = [], 0
+    for count in (1, 2, 5, 1, length - 9):
+        shares = [Share(6, 0, 1), Share(4, first, count)]
+        given = torch.cat((torch.randn(1, PROJECTED), rows[first : first + count]))
+        parts.append(two.mix(given, own, cut, meta_of(shares))[1:])
+        first += count
+    assert torch.equal(torch.cat(parts), expected)
+    assert torch.equal(cut.states[4], whole.states[3])
+    assert torch.equal(cut.windows[4], whole.windows[3])
