@@ -42,11 +42,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba": {"num_hidden_layers": 1},
     "falcon-mamba": {"num_hidden_layers": 1},
     "jamba": {"num_hidden_layers": 2},
+    "kimi-linear": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "deepseek-v3.2": {"num_hidden_layers": 2, "index_topk": 4, "mlp_layer_types": ["dense", "sparse"]},
 }
 """A plain one; one with soft caps, a window in one of its layers, and norms behind attention and MLP; one with norms of
-queries and keys, and experts; some with states, of which the last attends in one of its layers and has experts; one
-that attends to the few tokens that an indexer chooses."""
+queries and keys, and experts; some with states, of which the last two attend in one of their layers, one of them to
+latents, and have experts; one that attends to the few tokens that an indexer chooses."""
 WITH_STATES: dict[str, dict[str, Any]] = {
     "mamba": {"num_hidden_layers": 1},
     "mamba2": {"num_hidden_layers": 1},

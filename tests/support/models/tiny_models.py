@@ -293,18 +293,8 @@ STATE_FAMILIES = (
 )
 """With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions or lightning attention."""
 IN_EXTRAS = (
-    *(
-        "olmo-hybrid",
-        "kimi-linear",
-        "minimax",
-        "nemotron-h",
-        "nemotron-h-moe",
-        "falcon-h1",
-        "lfm2-moe",
-        "falcon-mamba",
-        "jamba",
-    ),
-    *("zamba2", "glm-5"),
+    *("olmo-hybrid", "kimi-linear", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe"),
+    *("falcon-mamba", "jamba", "zamba2", "glm-5"),
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
