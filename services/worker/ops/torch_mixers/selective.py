@@ -47,7 +47,7 @@ class SelectiveRows(NamedTuple):
 
     def step(self, state: Tensor) -> Tensor:
         """One row of each sequence → [B, C]. `state` [B, C, N] goes on."""
-        torch.addcmul(_written(self.x, self.b, self.steps), _kept(self.space, self.steps), state, out=state)
+        torch.addcmul(_written(self.x, self.b, self.steps), _decay_factors(self.space, self.steps), state, out=state)
         return self._gated(_read(state, self.c))
 
     def scan(self, state: Tensor, prompts: Prompts) -> Tensor:
@@ -58,10 +58,10 @@ class SelectiveRows(NamedTuple):
             turn = slice(first, first + count)
             for place in range(0, CHUNK, _AT_ONCE):
                 some = (turn, slice(place, place + _AT_ONCE))
-                states, kept = _written(x[some], b[some], steps[some]), _kept(self.space, steps[some])
+                states, factors = _written(x[some], b[some], steps[some]), _decay_factors(self.space, steps[some])
                 before = state[:count]
                 for token in range(_AT_ONCE):
-                    before = states[:, token].addcmul_(kept[:, token], before)
+                    before = states[:, token].addcmul_(factors[:, token], before)
                 state[:count] = before
                 read[some] = _read(states, c[some])
             first += count
@@ -71,7 +71,7 @@ class SelectiveRows(NamedTuple):
         return read.addcmul_(self.x, self.space.skip).mul_(F.silu(self.gates))
 
 
-def _kept(space: SelectiveSpace, steps: Tensor) -> Tensor:
+def _decay_factors(space: SelectiveSpace, steps: Tensor) -> Tensor:
     """[…, C, N]: how much of each number of a state is left."""
     return torch.exp(steps.unsqueeze(-1) * space.decay)
 

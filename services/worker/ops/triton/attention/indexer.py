@@ -47,13 +47,13 @@ def index_scores_kernel(
     HEADS_PAD: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    APART: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """Grid (runs of TILES tiles of tokens, rows). scores [rows, tokens]: -inf where a row does not see, and for what is
-    no number. Rows lie `width` apart in `tables`: 0 where all are of one sequence. Keys lie APART
+    no number. Rows lie `width` apart in `tables`: 0 where all are of one sequence. Keys lie KEY_STRIDE
     elements apart."""
     row = tl.program_id(1).to(tl.int64)
     head, of_dim = tl.arange(0, HEADS_PAD), tl.arange(0, DIM_PAD)
@@ -66,7 +66,7 @@ def index_scores_kernel(
     for start in tl.range(first, tl.minimum(first + TILE * TILES, tokens), TILE):
         token = start + tl.arange(0, TILE)
         seen = token <= position
-        at = cached_rows(table, token, seen, 0, 1, BLOCK)[:, None] * APART + of_dim[None, :]
+        at = cached_rows(table, token, seen, 0, 1, BLOCK)[:, None] * KEY_STRIDE + of_dim[None, :]
         key = cached_tile(keys, at, seen, of_dim, DIM)
         products = dot(query, tl.trans(key), tl.zeros([HEADS_PAD, TILE], tl.float32))
         score = tl.sum(tl.maximum(products, 0.0) * factor[:, None], 0)
@@ -146,7 +146,7 @@ def choose_slots(q: Tensor, weights: Tensor, keys: Tensor, meta: BatchMeta, coun
         taken = min(count, part.tokens)
         least = scores.topk(taken, dim=1, sorted=False).values.amin(1)
         chosen_slots_kernel[(len(own),)](
-            *(scores, least, part.tables, own, _apart(part), part.tokens, taken, count),
+            *(scores, least, part.tables, own, _table_stride(part), part.tokens, taken, count),
             BLOCK=meta.block_size,
             AT_ONCE=CHOSEN_AT_ONCE,
             num_warps=4,
@@ -158,12 +158,12 @@ def _score(q: Tensor, weights: Tensor, keys: Tensor, positions: Tensor, part: _S
     (rows, heads, dim), tokens = q.shape, part.tokens
     index_scores_kernel[(triton.cdiv(tokens, TOKENS_OF_TILE * TILES_OF_PROGRAM), rows)](
         *(q, weights, keys, part.tables, positions, scores),
-        *(_apart(part), tokens),
+        *(_table_stride(part), tokens),
         HEADS=heads,
         HEADS_PAD=max(16, triton.next_power_of_2(heads)),
         DIM=dim,
         DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        APART=keys.stride(2),
+        KEY_STRIDE=keys.stride(2),
         BLOCK=keys.shape[2],
         TILE=TOKENS_OF_TILE,
         TILES=TILES_OF_PROGRAM,
@@ -172,6 +172,6 @@ def _score(q: Tensor, weights: Tensor, keys: Tensor, positions: Tensor, part: _S
     )
 
 
-def _apart(part: _ScoredRows) -> int:
-    """How far rows lie apart in the tables."""
+def _table_stride(part: _ScoredRows) -> int:
+    """Between the tables of two rows."""
     return 0 if len(part.tables) == 1 else part.tables.stride(0)

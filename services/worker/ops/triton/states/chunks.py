@@ -28,7 +28,7 @@ DELTA_WARPS = 4
 @triton.jit(do_not_specialize_on_alignment=["turn_starts", "chunk_counts"])
 def hand_on_chunks_kernel(
     states,
-    kept,
+    decay_factors,
     added,
     turn_starts,
     chunk_counts,
@@ -50,18 +50,18 @@ def hand_on_chunks_kernel(
         at = added + of_head * NUMBERS + number
         more = tl.load(at, mask=inside, other=0.0)
         tl.store(at, state, mask=inside)
-        state = state * tl.load(kept + of_head) + more
+        state = state * tl.load(decay_factors + of_head) + more
         turn += 1
     tl.store(own, state, mask=inside)
 
 
-def hand_on(kept: Tensor, added: Tensor, state: Tensor, prompts: Prompts) -> Tensor:
+def hand_on(decay_factors: Tensor, added: Tensor, state: Tensor, prompts: Prompts) -> Tensor:
     """See `torch_mixers.states.HandingOn`. In the place of `added`."""
     heads, numbers = state.shape[1], state.shape[2] * state.shape[3]
     assert added.is_contiguous(), "states lie one after the other"
     assert state.is_contiguous(), "so do those that go on"
     hand_on_chunks_kernel[(triton.cdiv(numbers, NUMBERS_AT_ONCE), heads, len(state))](
-        *(state, kept.contiguous(), added, prompts.turn_starts, prompts.chunk_counts),
+        *(state, decay_factors.contiguous(), added, prompts.turn_starts, prompts.chunk_counts),
         HEADS=heads,
         NUMBERS=numbers,
         BLOCK=NUMBERS_AT_ONCE,
@@ -123,12 +123,12 @@ def delta_chunks_kernel(
         read = dot(_columns_of(within, at, row, row, ROWS), written, read)
         tl.store(out + of_values, read, mask=inside)
         written = tl.trans(written)
-        kept = tl.load(left + at)
+        decay_factor = tl.load(left + at)
         tl.debug_barrier()  # all threads have read the states that are now written
         for first in tl.range(0, STATE, NUMBERS, num_stages=1):
             number = first + numbers
             both = (element < DIM)[:, None] & (number < STATE)[None, :]
-            state = tl.load(own + number[None, :], mask=both, other=0.0) * kept
+            state = tl.load(own + number[None, :], mask=both, other=0.0) * decay_factor
             state = dot(written, _columns_of(writing, at, row, number, STATE), state)
             tl.debug_barrier()
             tl.store(own + number[None, :], state, mask=both)

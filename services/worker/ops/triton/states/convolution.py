@@ -53,9 +53,9 @@ def _leave_window(
         latest = count + (place - KERNEL + 1)
         at = (first + latest).to(tl.int64) * stride + channel
         new = channel < tl.where(latest >= 0, CHANNELS, 0)
-        kept = channel < tl.where((latest < 0) & (length > count), CHANNELS, 0)
+        carried = channel < tl.where((latest < 0) & (length > count), CHANNELS, 0)
         value = _inputs_of(inputs, at, new, CHANNELS, GATED)
-        value += tl.load(window + (place + count) * CHANNELS, mask=kept, other=0.0)
+        value += tl.load(window + (place + count) * CHANNELS, mask=carried, other=0.0)
         # What moves up is read by all threads before it is overwritten: places rise.
         tl.debug_barrier()
         tl.store(window + place * CHANNELS, value, mask=written)

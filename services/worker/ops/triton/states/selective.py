@@ -118,9 +118,9 @@ def selective_kernel(
         at_chunk = chunks + chunk.to(tl.int64) * CHANNELS * DIM + of_state
         if READS:
             state = tl.load(at_chunk, mask=both, other=0.0)
-    paces = tl.load(decay + of_state, mask=both, other=0.0) * _LOG2_E
+    rates = tl.load(decay + of_state, mask=both, other=0.0) * _LOG2_E
     bias = tl.load(step_bias + channel, mask=inside, other=0.0)
-    kept = tl.load(skip + channel, mask=inside, other=0.0)
+    through = tl.load(skip + channel, mask=inside, other=0.0)
     together = tl.zeros([BLOCK], tl.float32)
     # The next row is on its way while one is computed.
     row = projected + begin.to(tl.int64) * stride
@@ -138,9 +138,9 @@ def selective_kernel(
         time = softplus(step.to(tl.float32) + bias)
         wide = x.to(tl.float32)
         written = (time * wide)[:, None] * b.to(tl.float32)[None, :]
-        state = tl.exp2(time[:, None] * paces) * state + written
+        state = tl.exp2(time[:, None] * rates) * state + written
         if READS:
-            read = tl.sum(state * c.to(tl.float32)[None, :], 1) + kept * wide
+            read = tl.sum(state * c.to(tl.float32)[None, :], 1) + through * wide
             opening = gate.to(tl.float32)
             read *= opening * sigmoid(opening)
             tl.store(to, read.to(out.dtype.element_ty), mask=inside)
@@ -189,14 +189,14 @@ def hand_on_kernel(
     own = states + tl.load(slots + sequence) * CHANNELS * DIM + number
     held = tl.where(tl.load(lengths + sequence) > count, CHANNELS * DIM, 0)
     state = tl.load(own, mask=number < held, other=0.0)
-    pace = tl.load(decay + number, mask=inside, other=0.0) * _LOG2_E
+    rate = tl.load(decay + number, mask=inside, other=0.0) * _LOG2_E
     at = chunks + first.to(tl.int64) * CHANNELS * DIM + number
     of_time = times + first.to(tl.int64) * CHANNELS + number // DIM
     for _ in tl.range(0, tl.cdiv(count, CHUNK)):
         made = tl.load(at, mask=inside, other=0.0)
         time = tl.load(of_time, mask=inside, other=0.0)
         tl.store(at, state, mask=inside)
-        state = tl.exp2(time * pace) * state + made
+        state = tl.exp2(time * rate) * state + made
         at += CHANNELS * DIM
         of_time += CHANNELS
     tl.store(own, state, mask=inside)
