@@ -30,7 +30,7 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 architecture of the whole."""
 
 _TIED = "tie_word_embeddings"
-_OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", _TIED)
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id")
 _ROTATED = "partial_rotary_factor"
 
 
@@ -55,8 +55,8 @@ def multi_axis_language_model(text: bytes, architecture: str) -> bytes:
     alone, defaults, sections = LANGUAGE_MODELS[architecture]
     given = {key: whole[key] for key in _OF_THE_WHOLE if whole.get(key) is not None}
     read = {**defaults, **given, **{key: value for key, value in own.items() if value is not None}}
-    if _TIED in given:  # the head is the whole's; Qwen3-VL's mixtures say otherwise of their language model
-        read[_TIED] = given[_TIED]
+    if (tied := whole.get(_TIED)) is not None:
+        read[_TIED] = tied  # the head is the whole's; Qwen3-VL's mixtures say otherwise of their language model
     key = next((each for each in ("rope_scaling", "rope_parameters") if read.get(each)), "rope_parameters")
     beside = {_ROTATED: read[_ROTATED]} if _ROTATED in read else {}
     if not isinstance(said := read.get(key) or {}, dict):

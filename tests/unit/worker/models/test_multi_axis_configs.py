@@ -158,6 +158,15 @@ def test_glm_with_experts_is_the_librarys_where_nothing_is_said(tmp_path: Path) 
     assert read(tmp_path, said) == whole
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_whether_embeddings_are_tied_is_said_of_the_whole(tmp_path: Path, tied: bool) -> None:
+    theirs = Glm4vMoeConfig(text_config={"head_dim": 128})
+    theirs.architectures = ["Glm4vMoeForConditionalGeneration"]
+    said = json.loads(theirs.to_json_string()) | {"tie_word_embeddings": tied}
+    said["text_config"]["tie_word_embeddings"] = not tied
+    assert read(tmp_path, said).tied_embeddings == tied
+
+
 def test_glm_4_6_has_either_language_model(tmp_path: Path) -> None:
     for kind, whole in (("glm4v_text", Glm4vConfig), ("glm4v_moe_text", Glm4vMoeConfig)):
         rope = {"rope_type": "default", "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5, "rope_theta": 1e4}
