@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import logging
 import os
@@ -85,11 +84,20 @@ def run_rank(config: WorkerConfig, serve: Callable[[RankSleep], None], *program:
     """Serves until the process is told to end, or its rank to sleep: then it goes on as one whose rank does. `program`:
     its module and, where several services share it, the one that the rank's flags follow. Exits with CANNOT_SERVE where
     the model cannot be served with these settings, with HUNG where a step never ended."""
-    # What is excluded from collection (by the template, and once a model is loaded) is never freed, and Triton's
-    # nanobind would list it as leaked: 40 lines behind the reason why this process ended.
-    atexit.register(gc.unfreeze)
     processors = allowed_cpus()
     sleep = RankSleep(_LEVELS[config.asleep], partial(discard_pages, Path(config.model).expanduser()))
+    try:
+        _serve(config, serve, sleep)
+    except BaseException:
+        # What is excluded from collection (by the template, and once a model is loaded) is never freed, and Triton's
+        # nanobind would list it as leaked: 40 lines behind the reason why this process ends.
+        gc.unfreeze()
+        raise
+    if sleep.next_level is not None:
+        execute_asleep(sleep.next_level, processors, *program)
+
+
+def _serve(config: WorkerConfig, serve: Callable[[RankSleep], None], sleep: RankSleep) -> None:
     try:
         serve(sleep)
     except* BackendError as errors:
@@ -99,8 +107,6 @@ def run_rank(config: WorkerConfig, serve: Callable[[RankSleep], None], *program:
         log.critical("step hung", extra={"reason": str(innermost(errors))})
         logging.shutdown()
         os._exit(HUNG)  # an orderly exit would wait for the thread that hangs
-    if sleep.next_level is not None:
-        execute_asleep(sleep.next_level, processors, *program)
 
 
 def release_start_memory() -> None:
