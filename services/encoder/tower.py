@@ -224,6 +224,8 @@ def load_tower(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     config.text_config.pad_token_id = None
     if hasattr(config.text_config, "layer_types"):
         config.text_config.layer_types = []
+    if config.model_type == "gemma4":
+        config.audio_config = None  # no sound is heard
     needs: Callable[[str], bool] = lambda name: not name.startswith(_LANGUAGE_MODELS)  # noqa: E731 - one of four
     model = load_part(AutoModel, folder, config, dtype, needs, "; --language-model-only serves it for texts")
     setattr(model, "text_model" if hasattr(model, "text_model") else "language_model", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 GEMMA = "Gemma3ForConditionalGeneration"
 QWEN2_AUDIO = "Qwen2AudioForConditionalGeneration"
@@ -15,6 +15,7 @@ MISTRAL3 = "Mistral3ForConditionalGeneration"
 GLM4V, GLM4V_MOE = "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"
 GLM46V = "Glm46VForConditionalGeneration"
 LLAMA4 = "Llama4ForConditionalGeneration"
+GEMMA4 = "Gemma4ForConditionalGeneration"
 TILED = (
     "Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
@@ -40,7 +41,7 @@ IMAGE_ARCHITECTURES = (
     QWEN2_AUDIO,
 )
 """Those that are served with their tower, of sight or, of the last one, of hearing."""
-LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4,)
+LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4)
 """The same of those whose language model `transformers` computes."""
 
 
@@ -66,8 +67,14 @@ class ImageModel(Struct, frozen=True):
     behind it, each with an empty line on its outer side."""
     mutual: bool = False
     """Whether an image's tokens see each other."""
+    by_library: bool = False
+    """Whether its language model is computed by `transformers`."""
     hears: bool = False
     """Whether it takes sounds in place of images (`shared/models/sound_models.py`)."""
+
+
+class _RawLanguageModel(Struct):
+    use_bidirectional_attention: str | bool | None = None
 
 
 class _RawImageModel(Struct):
@@ -77,6 +84,7 @@ class _RawImageModel(Struct):
     image_token_id: int | None = None
     image_token_index: int | None = None
     audio_token_index: int = 151_646
+    text_config: _RawLanguageModel = field(default_factory=_RawLanguageModel)
 
 
 def read_image_model(folder: Path) -> ImageModel | None:
@@ -94,7 +102,10 @@ def read_image_model(folder: Path) -> ImageModel | None:
             262_144 if token is None else token, frame=(raw.boi_token_index, raw.eoi_token_index), mutual=True
         )
     if LLAMA4 in raw.architectures:
-        return ImageModel(200_092 if token is None else token, shown="<|image|>")
+        return ImageModel(200_092 if token is None else token, shown="<|image|>", by_library=True)
+    if GEMMA4 in raw.architectures:
+        mutual = raw.text_config.use_bidirectional_attention == "vision"
+        return ImageModel(258_880 if token is None else token, mutual=mutual, by_library=True)
     if QWEN2_AUDIO in raw.architectures:
         return ImageModel(raw.audio_token_index, hears=True)
     if token is None:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from services.encoder.processors.image_texts import TEXTS, PixtralText
+from services.encoder.processors.image_texts import TEXTS, ImageText, PixtralText
 from shared.models.image_models import ImageModel
 from shared.models.tokenizer_files import load_tokenizer
 
-_OF_TEXTS = ("num_crops", "num_patches", "rows", "cols", "aspect_ratios")
+_OF_TEXTS = ("num_crops", "num_patches", "rows", "cols", "aspect_ratios", "num_soft_tokens_per_image")
 """What processors of images say for the text alone."""
 _COUNTED = "batch_num_images"
 """How many images each chat has, of models that look at each of several less closely."""
@@ -40,13 +40,16 @@ class ImageProcessor:
         allows. Raises ValueError where the tokenizer does not know what is written for images."""
         self._images, self._max_pixels = images, max_pixels
         kind = TEXTS.get(config.vision_config.model_type, TEXTS.get(config.model_type))
-        self._text = None if kind is None else kind(config)
+        self._text: ImageText | None = None
         self.heeds_others = _COUNTED in getattr(images, "model_input_names", ())
         """Whether an image is prepared otherwise where its chat has others."""
-        if self._text is not None:
+        if kind is not None:
             self._tokenizer = load_tokenizer(folder).tokenizer
-            self._token_id = model.token_id
-            self._token = self._tokenizer.id_to_token(model.token_id) or ""
+            self._token_id, self._token = model.token_id, self._name_of(model.token_id)
+            self._text = kind(config, self._name_of)
+
+    def _name_of(self, token: int) -> str:
+        return self._tokenizer.id_to_token(token) or ""
 
     @property
     def bounds_sides(self) -> bool:

@@ -19,10 +19,14 @@ class ImageText(Protocol):
         ...
 
 
+NameOf = Callable[[int], str]
+"""Of a token."""
+
+
 class PixtralText:
     """Pixtral's and Mistral 3's: a line of rows for each line of squares, with the end of each written behind it."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, name_of: NameOf) -> None:
         self._side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
         self.settings: Mapping[str, Any] = {"patch_size": {"height": self._side, "width": self._side}}
 
@@ -49,7 +53,7 @@ class IdeficsText:
 
     settings: Mapping[str, Any] = {"return_row_col_info": True}
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, name_of: NameOf) -> None:
         self._rows = (config.vision_config.image_size // config.vision_config.patch_size // config.scale_factor) ** 2
 
     def written(self, made: dict[str, Any], token: str) -> str:
@@ -68,7 +72,7 @@ class InternText:
 
     settings: Mapping[str, Any] = {"crop_to_patches": True}
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, name_of: NameOf) -> None:
         tower = config.vision_config
         (high, wide), (patch_high, patch_wide) = tower.image_size, tower.patch_size
         self._rows = int((high // patch_high) * (wide // patch_wide) * config.downsample_ratio**2)
@@ -84,7 +88,7 @@ class LlamaText:
 
     settings: Mapping[str, Any] = {}
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, name_of: NameOf) -> None:
         tower = config.vision_config
         self._rows = int((tower.image_size // tower.patch_size) ** 2 * tower.pixel_shuffle_ratio**2)
 
@@ -96,11 +100,25 @@ class LlamaText:
         return f"<|image_start|>{tiles}<|image|>{rows}<|image_end|>"
 
 
-TEXTS: dict[str, Callable[[Any], ImageText]] = {
+class Gemma4Text:
+    """Gemma 4's: rows between two marks."""
+
+    settings: Mapping[str, Any] = {}
+
+    def __init__(self, config: Any, name_of: NameOf) -> None:
+        self._begin, self._end = name_of(config.boi_token_id), name_of(config.eoi_token_id)
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        return f"{self._begin}{int(made['num_soft_tokens_per_image'][0]) * token}{self._end}"
+
+
+TEXTS: dict[str, Callable[[Any, NameOf], ImageText]] = {
     "pixtral": PixtralText,
     "idefics3": IdeficsText,
     "smolvlm": IdeficsText,
     "internvl": InternText,
     "llama4": LlamaText,
+    "gemma4": Gemma4Text,
 }
 """By `model_type` of the tower, or of the model. Others have nothing but rows for an image."""

@@ -181,7 +181,7 @@ def _load(settings: BackendSettings) -> _RankModel:
         if settings.prompt_embeds and not loaded.generates:
             raise ModelError("enable_prompt_embeds: the model has no language model head and generates no text")
         if settings.prompt_embeds or loaded.images:
-            loaded.decoder.check_inputs()
+            loaded.decoder.check_inputs(of_clients=settings.prompt_embeds)
         slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, settings.loras, settings.model_name)
     return _RankModel(loaded, audio, encoder_decoder, groups, slots, processors)
 

@@ -286,11 +286,11 @@ def open_checkpoint(
         )
 
 
-def takes_images(model_dir: Path, load_format: str, platform: Platform) -> bool:
+def takes_images(model_dir: Path, load_format: str, platform: Platform, *, by_library: bool = False) -> bool:
     """Or sounds. Dummy weights have no tower; and on a device without main memory no attention sees what is behind a
-    row."""
+    row. `by_library`: whether `transformers` computes the language model, as it does where it is the only one to."""
     images = read_image_model(model_dir)
-    if images is None or load_format == "dummy":
+    if images is None or images.by_library != by_library or load_format == "dummy":
         return False
     return platform.in_main_memory or not images.mutual
 

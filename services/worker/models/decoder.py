@@ -242,7 +242,7 @@ class Decoder:
         """[rows, hidden] of memory that `forward` fills with features; [rows, taps * hidden] where there are taps."""
         return self._ops.empty_rows(rows, self._config.hidden_size * max(1, len(self._taps)))
 
-    def check_inputs(self) -> None:
+    def check_inputs(self, *, of_clients: bool) -> None:
         """See `CausalLm.check_inputs`."""
         if type(self).input_rows is not Decoder.input_rows:
             raise ModelError("enable_prompt_embeds: the package of this model has changed what its layers begin with")

@@ -191,9 +191,10 @@ class CausalLm(Protocol):
     def empty_features(self, rows: int) -> Tensor:
         """[rows, hidden] of memory that `forward` fills with features."""
 
-    def check_inputs(self) -> None:
-        """Raises ModelError where rows that a client gives cannot take the place of the embedding's
-        (`BatchMeta.inputs`). Every rank of a stage must come here."""
+    def check_inputs(self, *, of_clients: bool) -> None:
+        """Raises ModelError where rows cannot take the place of the embedding's (`BatchMeta.inputs`). `of_clients`:
+        those that a client gives in place of any tokens; else an encoder's of images. Every rank of a stage must come
+        here."""
 
     @property
     def rotations(self) -> Callable[[Tensor], Tensor] | None:

@@ -12,6 +12,7 @@ from PIL import Image
 from services.offline.errors import InvalidRequest
 from services.offline.llm import LLM
 from services.offline.requests import SamplingParams
+from tests.support.models.tiny_gemma4 import make_gemma4_model
 from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import ImageModel, image_part, make_image_model, picture, shown, text_part
 from tests.support.models.tiny_llama4 import make_llama4_model
@@ -20,7 +21,9 @@ from tests.support.models.tiny_onevision import make_onevision_model
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.mark.parametrize("make", [make_image_model, make_onevision_model, make_glm_model, make_llama4_model])
+@pytest.mark.parametrize(
+    "make", [make_image_model, make_onevision_model, make_glm_model, make_llama4_model, make_gemma4_model]
+)
 def test_chats_with_images_say_what_the_library_says(tmp_path: Path, make: Callable[[Path], ImageModel]) -> None:
     model, images = make(tmp_path), [picture(0), picture(1)]
     chats = [

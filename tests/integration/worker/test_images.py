@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.support.models.quantised_files import quantise
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_adapters import ALL_LINEAR, ATTENTION, write_adapter
 from tests.support.models.tiny_gemma import make_gemma_model
+from tests.support.models.tiny_gemma4 import make_gemma4_model
 from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import ImageModel, make_image_model, picture
 from tests.support.models.tiny_llama4 import make_llama4_model
@@ -165,11 +168,26 @@ def test_images_of_models_with_states(tmp_path: Path, kind: str, ops: OpsName) -
 
 
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache")
-@pytest.mark.parametrize("ops", ["torch", "native"])
-def test_images_whose_tokens_see_each_other_are_never_cut(tmp_path: Path, ops: OpsName) -> None:
-    """Gemma 3: in layers that see everything and those with a window shorter than an image; beside texts, preempted,
-    and behind prefixes that end in front of an image, within it and behind it."""
-    model = make_gemma_model(tmp_path)
+@pytest.mark.parametrize(
+    ("make", "budget", "ops"),
+    [
+        (make_gemma_model, 25, "torch"),
+        (make_gemma_model, 25, "native"),
+        (partial(make_gemma4_model, kind="large"), 90, "torch"),
+        (partial(make_gemma4_model, kind="large"), 90, "native"),
+    ],
+    ids=["gemma3-torch", "gemma3-native", "gemma4-torch", "gemma4-native"],
+)
+def test_images_whose_tokens_see_each_other_are_never_cut(
+    tmp_path: Path,
+    make: Callable[[Path], ImageModel],
+    budget: int,
+    ops: OpsName,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma 3: in layers that see everything and those with a window shorter than an image; Gemma 4: in the latter;
+    beside texts, preempted, and behind prefixes that end in front of an image, within it and behind it."""
+    model = make(tmp_path)
     try:
         backend = tiny_backend(model.path, ops=ops)
     except OpsUnavailable as reason:
@@ -179,9 +197,9 @@ def test_images_whose_tokens_see_each_other_are_never_cut(tmp_path: Path, ops: O
         ImageChat("Compare ", picture(1), " with ", picture(2), picture(0)),
         ImageChat("No image at all, only a question."),
     ]
-    driver = Driver(backend, budget=25)
+    driver = Driver(backend, budget=budget)
     sequences = [chat.add_to(driver, model, OUTPUT) for chat in chats]
-    for _ in range(6):
+    for _ in range(6 if budget < 90 else 3):
         driver.step()
     driver.preempt(sequences[1])
     while not sequences[1].output:
@@ -196,6 +214,7 @@ def test_images_whose_tokens_see_each_other_are_never_cut(tmp_path: Path, ops: O
     driver.run()
     expected = [chat.expected(model, OUTPUT) for chat in chats]
     assert [each.output for each in (*sequences, *shared)] == [*expected, *3 * [expected[1]]]
+    check_logits(model, chats[0], monkeypatch)
 
 
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "speculative")
@@ -209,11 +228,13 @@ def test_an_image_that_is_alone_is_looked_at_more_closely(tmp_path: Path, monkey
 
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "speculative")
 @pytest.mark.parametrize("ops", ["torch", "native"])
+@pytest.mark.parametrize("make", [make_llama4_model, make_gemma4_model])
 def test_images_before_a_language_model_that_the_library_computes(
-    tmp_path: Path, ops: OpsName, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Callable[[Path], ImageModel], ops: OpsName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Llama 4's: tiles with separators behind them, to layers that attend in chunks; as above."""
-    model = make_llama4_model(tmp_path)
+    """Llama 4's: tiles with separators behind them, to layers that attend in chunks; small ones of Gemma 4, whose
+    layers read of a row what they read of padding; as above."""
+    model = make(tmp_path)
     check_written_images(model, ops)
     check_logits(model, ImageChat("What is ", picture(0, (150, 40)), " here?"), monkeypatch)
 

@@ -110,7 +110,7 @@ class ImageModel(NamedTuple):
             pixels = self.processor.image_processor([[loaded, loaded]], return_tensors="pt")
             return self.reference.get_image_features(**pixels).pooler_output[0]
         pixels = self.processor.image_processor(loaded, return_tensors="pt", **self.settings)
-        for name in ("num_crops", "num_patches", "rows", "cols", "aspect_ratios"):
+        for name in ("num_crops", "num_patches", "rows", "cols", "aspect_ratios", "num_soft_tokens_per_image"):
             pixels.pop(name, None)
         features = self.reference.get_image_features(**pixels)
         if self.reference.config.model_type == "llama4":  # which projects them elsewhere

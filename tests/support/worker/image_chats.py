@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -12,6 +14,11 @@ from tests.support.worker.plan_driver import Driver, Sequence
 
 _KINDS = ("mm_token_type_ids", "token_type_ids")
 """What the library's processors say of each token."""
+_BOTH_WAYS = "use_bidirectional_attention"
+
+
+def _mutual(config: Any) -> bool:
+    return config.model_type == "gemma3" or config.get_text_config().to_dict().get(_BOTH_WAYS) == "vision"
 
 
 class ImageChat:
@@ -46,7 +53,7 @@ class ImageChat:
             rows=whole.rows,
             runs=tuple(runs),
             grids=grids if any(grids) else (),
-            mutual=len(runs) * (True,) if model.reference.config.model_type == "gemma3" else (),
+            mutual=len(runs) * (True,) if _mutual(model.reference.config) else (),
             texts=tuple((place, (ids[place],)) for place in sorted(within)),
         )
         return [0 if each == token else each for each in ids], embeds

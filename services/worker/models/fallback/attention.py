@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import lcm
 from typing import Any, NamedTuple, Protocol
 
@@ -159,9 +160,13 @@ class PagedLayers:
         heads: tuple[CachedHeads, ...],
         unrotated: Mapping[int, Tensor],
         group_of: tuple[int, ...] = (),
+        *,
+        mutual_everywhere: bool = True,
     ) -> None:
         """`unrotated`, by D, [positions, D]: cosines of 1 and sines of 0, as the library rotates by itself. `group_of`:
-        each layer's group; empty: all have one block table."""
+        each layer's group; empty: all have one block table. `mutual_everywhere`: whether tokens of an image see each
+        other in layers without a window, too."""
+        self._mutual_everywhere = mutual_everywhere
         self._calls = calls
         self._ops = ops
         self._meta = meta
@@ -197,7 +202,7 @@ class PagedLayers:
             joined, meta, self._unrotated[dim], *cache, heads=heads, q_norm=None, k_norm=None, eps=0.0
         )
         mixed = self._ops.paged_attention(
-            *(queries, *cache, self._seen(meta, group, call.chunk)),
+            *(queries, *cache, self._seen(meta, group, call)),
             scale=call.scale,
             window=call.window,
             softcap=call.softcap,
@@ -237,9 +242,11 @@ class PagedLayers:
         mixed = mixed.view(query.shape).to(query.dtype)
         return mixed if encoded.heard is None else mixed.where(encoded.heard.view(-1, 1, 1), 0.0)
 
-    def _seen(self, meta: BatchMeta, group: int, chunk: int | None) -> BatchMeta:
+    def _seen(self, meta: BatchMeta, group: int, call: AttentionCall) -> BatchMeta:
         """The step as a layer's attention sees it."""
-        if chunk is None:
+        if meta.lasts is not None and call.window is None and not self._mutual_everywhere:
+            meta = replace(meta, lasts=None)
+        if (chunk := call.chunk) is None:
             return meta
         if (group, chunk) not in self._chunked:
             self._chunked[group, chunk] = in_chunks(meta, chunk)

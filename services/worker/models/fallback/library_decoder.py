@@ -32,6 +32,7 @@ from services.worker.models.fallback.attention import (
 )
 from services.worker.models.fallback.library_config import NO_INTERFACE
 from services.worker.models.fallback.packed_products import PackedProduct
+from services.worker.models.fallback.per_layer_inputs import PerLayerInputs, of_gemma4
 from services.worker.models.fallback.pipeline_stage import PassOfStage, attending_layers, check_rows_suffice
 from services.worker.models.fallback.tensor_parallel import PARTIAL
 from services.worker.models.fallback.whole_experts import GroupMeeting, WholeExperts
@@ -90,6 +91,8 @@ class LibraryDecoder:
         """The products that a pass computes once, of every row or of those whose logits are wanted."""
         self.token_head: Callable[[Tensor], Tensor] | None = None
         """Hidden states [k, hidden] → the logits [k, tokens] of the tokens of `judge_by`, in float32."""
+        self._per_layer = PerLayerInputs.of_model(model)
+        self._mutual_everywhere = not of_gemma4(model)
         if not self._stage.is_first:
             self._check_stage()
         self._calls = self._recorded_calls()
@@ -328,12 +331,15 @@ class LibraryDecoder:
         return None
 
     @torch.inference_mode()
-    def check_inputs(self) -> None:
-        """See `CausalLm.check_inputs`: its embedding's own rows have to come to the same as their tokens."""
+    def check_inputs(self, *, of_clients: bool) -> None:
+        """See `CausalLm.check_inputs`: its embedding's own rows have to come to the same as their tokens. Of an image
+        some models read a padding's token beside its embedding, so these have to come to that."""
         if not self._stage.is_first:
             return  # no token is read there, see `check_rows_suffice`
         name, owner = type(self._model).__name__, cast(Any, self._model)
         ids = torch.arange(2, dtype=torch.int32, device=self._device)
+        if not of_clients and self._per_layer is not None:
+            ids = torch.full_like(ids, self._per_layer.padding)
         try:
             own = InputRows(ids, owner.get_input_embeddings()(ids.long()))
             logits = [self._run(ids, ids, ids, RecordedLayers(), inputs) for inputs in (None, own)]
@@ -345,7 +351,10 @@ class LibraryDecoder:
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`; every rank of the last stage computes the head."""
         group_of = () if self._groups is None else self._groups.group_of
-        layers = PagedLayers(self._calls, self._ops, meta, caches, self._heads, self._unrotated, group_of)
+        layers = PagedLayers(
+            *(self._calls, self._ops, meta, caches, self._heads, self._unrotated, group_of),
+            mutual_everywhere=self._mutual_everywhere,
+        )
         rows = None
         if not self._stage.is_first:
             rows = self._pipeline.receive(self._ops.empty_rows(len(ids), self._hidden_size))
@@ -402,6 +411,8 @@ class LibraryDecoder:
         if inputs is not None and self._stage.is_first:
             owner: Any = self._model
             begin = {"inputs_embeds": inputs.put_into(owner.get_input_embeddings()(ids.long())).unsqueeze(0)}
+            if self._per_layer is not None:
+                begin["per_layer_inputs"] = self._per_layer.beside(inputs, ids)
         with answered_by(layers):
             return self._model(
                 **begin,

@@ -94,7 +94,7 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         classifier=classifier,
         generates=pooling is None or not pooling.labels or bool(judged_by),
         images=not settings.language_model_only
-        and takes_images(settings.folder, settings.load_format, settings.platform),
+        and takes_images(settings.folder, settings.load_format, settings.platform, by_library=True),
     )
 
 

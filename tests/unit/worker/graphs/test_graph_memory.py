@@ -33,7 +33,7 @@ class WatchedDecoder:
     def allocate_kv(self, num_blocks: int, sequences: int) -> KvCaches:
         return [(torch.zeros(num_blocks), torch.zeros(num_blocks))]
 
-    def check_inputs(self) -> None:
+    def check_inputs(self, *, of_clients: bool) -> None:
         raise NotImplementedError
 
     def empty_features(self, rows: int) -> Tensor:

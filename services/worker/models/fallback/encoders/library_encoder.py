@@ -261,7 +261,7 @@ class LibraryEncoder:
         """See `CausalLm.rotations`."""
         return None
 
-    def check_inputs(self) -> None:
+    def check_inputs(self, *, of_clients: bool) -> None:
         """See `CausalLm.check_inputs`."""
         raise ModelError("enable_prompt_embeds: an encoder generates no text")
 

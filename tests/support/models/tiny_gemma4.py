@@ -1,0 +1,95 @@
+"""Tiny random Gemma 4 models with their vision tower, and the library's own of the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoTokenizer,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4ImageProcessorPil,
+    Gemma4Processor,
+    ProcessorMixin,
+)
+
+from tests.support.models.library_models import ARCHITECTURES
+from tests.support.models.tiny_images import ImageModel
+from tests.support.paths import DEMO_MODEL
+
+Gemma4Kind = Literal["small", "large"]
+"""small: layers read of a token more than its embedding. large: an image's tokens see each other, before experts."""
+PATCH, POOLED, MOST = 4, 2, 70
+"""Pixels of a patch, patches of a row on each side, and rows of an image at most."""
+MARKS = {
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+VIDEO = "<|video|>"
+TEMPLATE = (
+    "{% for message in messages %}<|turn>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] | trim }}{% else %}"
+    "{% for item in message['content'] %}{% if item['type'] == 'image' %}<|image|>"
+    "{% elif item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}{% endfor %}{% endif %}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
+"""The models' own, without tools and thoughts."""
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": PATCH,
+    "pooling_kernel_size": POOLED,
+    "position_embedding_size": 512,
+    "initializer_range": 0.2,
+}
+
+
+class _Processor(Gemma4Processor):
+    """Without the processors of videos, which asks for torchvision, and of sounds."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str) -> None:
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+        for name in MARKS:
+            setattr(self, name, getattr(tokenizer, name))
+            setattr(self, f"{name}_id", tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)))
+        self.video_token, self.video_token_id = VIDEO, tokenizer.convert_tokens_to_ids(VIDEO)
+
+
+def make_gemma4_model(folder: Path, kind: Gemma4Kind = "small", seed: int = 0) -> ImageModel:
+    """Writes the model to `folder`, with the demo model's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL, extra_special_tokens=MARKS)
+    tokenizer.add_special_tokens({"additional_special_tokens": [VIDEO]})
+    tokenizer.chat_template = TEMPLATE
+    images = Gemma4ImageProcessorPil(patch_size=PATCH, pooling_kernel_size=POOLED, max_soft_tokens=MOST)
+    processor: Any = _Processor(images, tokenizer, chat_template=TEMPLATE)
+    image, begin, end = tokenizer.convert_tokens_to_ids([MARKS[f"{each}_token"] for each in ("image", "boi", "eoi")])
+    own = ARCHITECTURES["Gemma4Text" if kind == "small" else "Gemma4Text (experts)"]
+    words = {"vocab_size": len(tokenizer), "vocab_size_per_layer_input": len(tokenizer), "pad_token_id": 0}
+    config = Gemma4Config(
+        text_config={**own, **words, "max_position_embeddings": 512, "initializer_range": 0.2},
+        vision_config=_TOWER,
+        image_token_id=image,
+        boi_token_id=begin,
+        eoi_token_id=end,
+        video_token_id=processor.video_token_id,
+        audio_token_id=processor.audio_token_id,
+    )
+    torch.manual_seed(seed)
+    reference: Any = Gemma4ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in (each for each in reference.parameters() if each.ndim == 1):
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    reference.save_pretrained(folder)
+    images.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return ImageModel(folder, reference, processor)
