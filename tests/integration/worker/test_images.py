@@ -239,6 +239,17 @@ def test_images_before_a_language_model_that_the_library_computes(
     check_logits(model, ImageChat("What is ", picture(0, (150, 40)), " here?"), monkeypatch)
 
 
+def test_who_computes_a_language_model_decides_whether_it_has_images(tmp_path: Path) -> None:
+    """Those of a native one are not for `transformers`, which may turn what follows them otherwise; and a client's rows
+    are not for a model that reads more of a token than its embedding."""
+    gemma3, gemma4 = make_gemma_model(tmp_path / "3"), make_gemma4_model(tmp_path / "4")
+    assert tiny_backend(gemma3.path, model_impl="transformers").card.images is None
+    assert tiny_backend(gemma4.path).card.images == gemma4.reference.config.text_config.hidden_size
+    assert tiny_backend(gemma4.path, language_model_only=True).card.images is None
+    with pytest.raises(ModelError, match="reads more of a token than its embedding"):
+        tiny_backend(gemma4.path, prompt_embeds=True)
+
+
 def check_logits(model: ImageModel, chat: ImageChat, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those behind a chat are the library's."""
     recorded = record_logits(monkeypatch)
