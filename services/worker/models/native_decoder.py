@@ -269,7 +269,7 @@ def native_decoder(
         return None
     if config.shared is not None or isinstance(config.states, LightningConfig):
         return None
-    if any(each.norms_outputs for each in config.layers) or any(each.gates is not None for each in weights.layers):
+    if any(each.norms_outputs for each in config.layers):
         return None
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
     if any(each.experts.local is not None for each in mixtures):
@@ -311,7 +311,14 @@ def _states(layer: LayerWeights) -> library.DecoderStates | None:
         return None
     assert layer.split_norm is None, "the model is whole"
     between = None if layer.selective is None else ctypes.pointer(_selective(layer.selective))
-    return library.DecoderStates(mixer=mixer, steps=_linear(layer.steps), selective=between)
+    gates = layer.gates
+    made = None if gates is None else library.DecoderGates(_linear(gates.rates), _linear(gates.outputs))
+    return library.DecoderStates(
+        mixer=mixer,
+        steps=_linear(layer.steps),
+        selective=between,
+        gates=None if made is None else ctypes.pointer(made),
+    )
 
 
 def _selective(between: SelectiveWeights) -> library.DecoderSelective:

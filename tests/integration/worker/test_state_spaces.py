@@ -97,6 +97,20 @@ def agrees(model: TinyModel, recorded: list[Tensor], budget: int = 77, **setting
             },
         ),
         (
+            "kimi-linear",
+            {
+                "q_lora_rank": 20,
+                "linear_conv_kernel_dim": 3,
+                "linear_head_dim": 20,
+                "norm_topk_prob": False,
+                "n_group": 1,
+                "topk_group": 1,
+                "n_shared_experts": 2,
+                "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+                "mlp_layer_types": ["sparse", "dense", "sparse"],
+            },
+        ),
+        (
             "minimax",
             {
                 "layer_types": ["full_attention", "full_attention", "linear_attention"],
@@ -116,6 +130,7 @@ def agrees(model: TinyModel, recorded: list[Tensor], budget: int = 77, **setting
         "qwen3-next-biased-dense",
         "qwen3.5-sections",
         "olmo-rotated",
+        "kimi-query-latents",
         "minimax-sliding",
     ],
 )
@@ -174,6 +189,31 @@ def test_minimax_is_served_as_it_is_published(
     published = {"architectures": ["MiniMaxText01ForCausalLM"], "model_type": "minimax_text_01", "rotary_dim": 8}
     path.write_text(json.dumps(config | published | {"postnorm": False, "shared_intermediate_size": 0}))
     agrees(model, recorded, ops=ops)
+
+
+def test_kimis_files_are_read_as_they_are_published(tmp_path: Path, recorded: list[Tensor]) -> None:
+    """The library writes dense MLPs under the name of experts, and another configuration."""
+    model = make_model("kimi-linear", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace(".0.block_sparse_moe.", ".0.mlp."): each for name, each in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, tmp_path / "model.safetensors")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    own = {"kda_layers": [1, 3], "full_attn_layers": [2], "head_dim": config.pop("linear_head_dim")}
+    own |= {"num_heads": config.pop("linear_num_heads"), "short_conv_kernel_size": config.pop("linear_conv_kernel_dim")}
+    del config["layer_types"], config["mlp_layer_types"]
+    path.write_text(json.dumps(config | {"linear_attn_config": own, "first_k_dense_replace": 1, "mla_use_nope": True}))
+    agrees(model, recorded)
+
+
+def test_kimis_files_are_read_as_the_library_computes_them(tmp_path: Path, recorded: list[Tensor]) -> None:
+    """With a module that makes rates, one convolution, and all experts of a layer in one tensor."""
+    model = make_model("kimi-linear", tmp_path)
+    model.reference.save_pretrained(tmp_path, save_original_format=False)
+    assert "model.layers.0.self_attn.forget_gate.A_log" in load_file(tmp_path / "model.safetensors")
+    agrees(model, recorded)
+    agrees(model, recorded, ops="torch", budget=1000)
 
 
 def test_of_a_checkpoint_with_a_vision_tower_the_language_model_is_read(tmp_path: Path, recorded: list[Tensor]) -> None:

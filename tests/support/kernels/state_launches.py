@@ -41,6 +41,7 @@ def states() -> Iterator[Launch]:
     yield _one_token("Mamba-2", 80, 64, 1, 128, delta=False)
     yield _one_token("MiniMax-Text-01", 64, 128, 64, 128, delta=False, even=True)
     yield _one_token("delta", 32, 128, 16, 128, delta=True)
+    yield _one_token("Kimi-Linear", 32, 128, 32, 128, delta=True, by_element=True)
 
 
 def _selections(channels: int, *, rare: bool) -> Iterator[Launch]:
@@ -90,19 +91,30 @@ def _chunks(heads: int, dim: int, state: int) -> Iterator[Launch]:
         rare=heads != 80,
     )
     matrices = ("states", "values", "forgotten", "reading", "within", "writing", "left", "out")
-    yield Launch(
-        f"delta net {heads} from chunk to chunk",
-        delta_chunks_kernel,
-        dict.fromkeys(matrices, "*fp32") | counted,
-        {"HEADS": heads, "DIM": dim, "STATE": state, "ROWS": TOKENS, "BLOCK": ELEMENTS_AT_ONCE}
-        | {"NUMBERS": COLUMNS_AT_ONCE},
-        num_warps=DELTA_WARPS,
-        num_stages=1,
-        rare=heads != 32,
-    )
+    for by_element in (False, True):
+        yield Launch(
+            f"delta net {heads} from chunk to chunk{' by element' * by_element}",
+            delta_chunks_kernel,
+            dict.fromkeys(matrices, "*fp32") | counted,
+            {"HEADS": heads, "DIM": dim, "STATE": state, "ROWS": TOKENS, "BLOCK": ELEMENTS_AT_ONCE}
+            | {"NUMBERS": COLUMNS_AT_ONCE, "BY_ELEMENT": by_element},
+            num_warps=DELTA_WARPS,
+            num_stages=1,
+            rare=heads != 32 or by_element,
+        )
 
 
-def _one_token(name: str, heads: int, dim: int, groups: int, state: int, *, delta: bool, even: bool = False) -> Launch:
+def _one_token(
+    name: str,
+    heads: int,
+    dim: int,
+    groups: int,
+    state: int,
+    *,
+    delta: bool,
+    even: bool = False,
+    by_element: bool = False,
+) -> Launch:
     return Launch(
         f"one token {name}",
         one_token_kernel,
@@ -116,6 +128,6 @@ def _one_token(name: str, heads: int, dim: int, groups: int, state: int, *, delt
         }
         | dict.fromkeys(("seen", "decay", "step_bias", "skip", "states", "out"), "*fp32"),
         {"HEADS": heads, "GROUPS": groups, "DIM": dim, "STATE": state, "STATE_PAD": triton.next_power_of_2(state)}
-        | {"BLOCK": elements_at_once(state), "DELTA": delta, "EVEN": even},
-        rare=even,
+        | {"BLOCK": elements_at_once(state), "DELTA": delta, "EVEN": even, "BY_ELEMENT": by_element},
+        rare=even or by_element,
     )

@@ -29,6 +29,7 @@ from services.worker.models.weights import (
     DenseMlp,
     LatentWeights,
     LayerWeights,
+    LowRankGates,
     MixtureMlp,
     Mlp,
     SelectiveWeights,
@@ -81,6 +82,9 @@ class SeededWeights:
         made, steps = self.linear(sizes.made, sizes.heads, False), self.linear(sizes.heads, sizes.step_rank, False)
         return SelectiveWeights(made, steps, parts, norms, sizes.norm_eps or 0.0)
 
+    def gates(self, sizes: DeltaConfig, rank: int) -> LowRankGates:
+        return LowRankGates(self.linear(sizes.keys, rank, False), self.linear(sizes.inner, rank, False), rank)
+
     def mixer(self, states: StateConfig) -> StateMixer:
         heads = states.heads
         if isinstance(states, ConvolutionConfig):
@@ -104,7 +108,8 @@ class SeededWeights:
             eps=1e-6,
         )
         if isinstance(states, DeltaConfig):
-            return net
+            by_element = self.tensor(heads, states.state_dim) - 1 if states.gate_rank is not None else None
+            return net if by_element is None else net._replace(step_bias=by_element)
         shared = {name: value for name, value in net._asdict().items() if name in StateSpace._fields}
         return StateSpace(**shared | {"skip": self.tensor(heads), "norm": self.norm(states.inner)})
 
@@ -175,6 +180,8 @@ def seeded_decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype, sche
         if states is None or not config.layers[number].has_state:
             return layer
         split = 2 * states.heads if number == 1 and isinstance(states, DeltaConfig) else 0
+        rank = states.gate_rank if isinstance(states, DeltaConfig) else None
+        split = split if rank is None else split // 2
         return replace(
             layer,
             qkv=made.linear(states.projected - split, hidden, False),
@@ -182,12 +189,13 @@ def seeded_decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype, sche
             output=made.linear(hidden, states.inner, False),
             mixer=made.mixer(states),
             selective=made.selective(states) if isinstance(states, SelectiveConfig) else None,
+            gates=made.gates(states, rank) if isinstance(states, DeltaConfig) and rank is not None else None,
             gate=None,
         )
 
     def over_latents(layer: LayerWeights) -> LayerWeights:
         latent = config.latent
-        if latent is None:
+        if latent is None or layer.mixer is not None:
             return layer
         queries = heads * latent.query_dim if latent.q_rank is None else latent.q_rank
         return replace(

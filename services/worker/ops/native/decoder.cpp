@@ -234,16 +234,34 @@ void Decoder::multiply_heads(const Linear* linears, int rows, const float* from,
 
 // From the normed rows to what a mixer makes of them; their sequences' states are in the cache then.
 void Decoder::mix_states(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x) {
-    const auto& [mixer, steps, selective] = *layer.states;
-    int first = kAdaptedOfLayer * index;
-    auto* projected = (float*)qkv_.fit(x.count, layer.qkv.out + (steps.groups ? steps.out : 0), 4);
-    multiply_adapted(x, layer.qkv, first + kQkv, projected, qkv_.stride, layer.input_scales);
+    const auto& [mixer, steps, selective, gates] = *layer.states;
+    int first = kAdaptedOfLayer * index, width = layer.qkv.out + (steps.groups ? steps.out : 0), before = gates ? mixer.inner() : 0;
+    if (gates) width = before + std::max(width, mixer.channels() + mixer.shared() + mixer.heads);
+    auto* projected = (float*)qkv_.fit(x.count, width, 4);
+    multiply_adapted(x, layer.qkv, first + kQkv, projected + before, qkv_.stride, layer.input_scales);
     if (selective) return select_states(layer, forward, index, projected);
-    if (steps.groups) multiply_adapted(x, steps, first + kSteps, projected + layer.qkv.out, qkv_.stride);
+    if (steps.groups) multiply_adapted(x, steps, first + kSteps, projected + before + layer.qkv.out, qkv_.stride);
+    if (gates) make_gates(layer, projected, x.count);
     auto* out = (float*)mixed_.fit(x.count, mixer.inner(), 4);
     mixed_number_ = Number::kSingle;
     StateCache cache{(float*)forward.keys[index], (float*)forward.values[index]};
     ::mix_states(pool_, {projected, qkv_.stride, forward.state_slots, out, mixed_.stride}, forward.batch, mixer, cache);
+}
+
+// Of what a delta net by element is given, the gates before what its convolution sees, and the time steps behind that.
+void Decoder::make_gates(const DecoderLayer& layer, float* projected, int rows) {
+    const StateMixer& mixer = layer.states->mixer;
+    const DecoderGates& gates = *layer.states->gates;
+    int rank = gates.rates.in, given = 2 * rank + mixer.heads;
+    int64_t stride = qkv_.stride;
+    auto* made = (float*)made_.fit(rows, given, 4);
+    float* behind = projected + mixer.inner() + mixer.channels();
+    each_row(pool_, rows, [&](int row) { memcpy(made + row * made_.stride, behind + row * stride, size_t(given) * 4); });
+    multiply(pool_, {made, Number::kSingle, made_.stride, rows}, gates.rates, {Out::kFloat, config_.activation, behind, stride});
+    multiply(pool_, {made + rank, Number::kSingle, made_.stride, rows}, gates.outputs, {Out::kFloat, config_.activation, projected, stride});
+    each_row(pool_, rows, [&](int row) {
+        memcpy(behind + row * stride + mixer.shared(), made + row * made_.stride + 2 * rank, size_t(mixer.heads) * 4);
+    });
 }
 
 // The same of a selective space, with the products that lie between its convolution and its states.
@@ -264,7 +282,7 @@ void Decoder::select_states(const DecoderLayer& layer, const Forward& forward, i
 
 // Of what a selective space is given, all but what its convolution made: gates before it, B, C and time steps behind it.
 void Decoder::fill_rows(const DecoderLayer& layer, int index, const float* projected, int rows) {
-    const auto& [mixer, _, selective] = *layer.states;
+    const auto& [mixer, _, selective, none] = *layer.states;
     int first = kAdaptedOfLayer * index, channels = mixer.heads, dim = mixer.state_dim, rank = selective->steps.in;
     auto* given = (float*)selected_.data();
     auto* made = (float*)made_.fit(rows, rank + 2 * dim, 4);

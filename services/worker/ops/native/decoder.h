@@ -30,6 +30,12 @@ struct DecoderSelective {
     float eps;
 };
 
+// What a delta net by element (Kimi Delta Attention) has before its states, of R numbers of each row for either.
+struct DecoderGates {
+    Linear rates;    // [H * N, R]
+    Linear outputs;  // [H * P, R]: gates
+};
+
 // A mixer with states in the place of a layer's attention.
 struct DecoderStates {
     StateMixer mixer;
@@ -37,6 +43,9 @@ struct DecoderStates {
     // are the layer's `qkv`'s.
     Linear steps;
     const DecoderSelective* selective;  // of a selective space, whose `qkv` gives what its convolution sees, then gates; else null
+    // Of a delta net by element, whose `qkv` gives what its convolution sees, what rates and gates are made of, and, unless
+    // `steps` does, how much is written; else null. No adapters change it.
+    const DecoderGates* gates;
 };
 
 // Latent attention in the place of a layer's usual one; services.worker.models.latent.attention says what is multiplied.
@@ -196,6 +205,7 @@ class Decoder {
     void mix_states(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
     void select_states(const DecoderLayer& layer, const Forward& forward, int index, const float* projected);
     void fill_rows(const DecoderLayer& layer, int index, const float* projected, int rows);
+    void make_gates(const DecoderLayer& layer, float* projected, int rows);
     void multiply_adapted(const Rows& x, const Linear& linear, int adapted, float* to, int64_t stride, const float* scales = nullptr);
     void pick(const Forward& forward);
     void join(const Forward& forward);

@@ -236,10 +236,21 @@ class DecoderSelective(Structure):
     _fields_ = (("made", Linear), ("steps", Linear), ("norms", c_void_p * 3), ("eps", c_float))
 
 
+class DecoderGates(Structure):
+    """`DecoderGates` of decoder.h: what a delta net by element has before its states."""
+
+    _fields_ = (("rates", Linear), ("outputs", Linear))
+
+
 class DecoderStates(Structure):
     """`DecoderStates` of decoder.h: a mixer with states in the place of a layer's attention."""
 
-    _fields_ = (("mixer", NativeStateMixer), ("steps", Linear), ("selective", POINTER(DecoderSelective)))
+    _fields_ = (
+        ("mixer", NativeStateMixer),
+        ("steps", Linear),
+        ("selective", POINTER(DecoderSelective)),
+        ("gates", POINTER(DecoderGates)),
+    )
 
 
 class DecoderLatent(Structure):

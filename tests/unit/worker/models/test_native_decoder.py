@@ -232,7 +232,15 @@ class Steps:
         return self.decoder.forward(ids, meta, self.caches)
 
 
-IDS = ["delta", "spaces", "mamba", "convolutions", "selective", "mamba1", "beside", "ungated", "lite", "latent-queries"]
+KIMI = structs.replace(
+    LITE,
+    layers=_layers("ssas", "m-mm"),
+    states=DeltaConfig(heads=3, head_dim=19, groups=3, state_dim=19, kernel=4, gate_rank=19),
+)
+"""As Kimi-Linear's: delta nets by element beside latents, of sizes that fill no lanes."""
+
+IDS = ["delta", "spaces", "mamba", "convolutions", "selective", "mamba1", "beside", "ungated"]
+IDS += ["lite", "latent-queries", "kimi"]
 
 STEPS: tuple[dict[int, tuple[int, int]], ...] = (
     {0: (0, 30), 1: (0, 5), 2: (0, 64)},
@@ -284,7 +292,7 @@ def test_experts_of_few_bits_are_mixed_in_one_call(scheme: Scheme) -> None:
 
 
 @pytest.mark.parametrize("level", runnable_levels())
-@pytest.mark.parametrize("config", [*WITH_STATES, *LATENTS], ids=IDS)
+@pytest.mark.parametrize("config", [*WITH_STATES, *LATENTS, KIMI], ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_and_latents_of_one_call_equal_those_of_single_operations(
     config: ModelConfig, dtype: torch.dtype, level: Level
@@ -312,7 +320,7 @@ def test_with_post_norms_in_bf16_both_ways_are_near_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [LLAMA, GEMMA, *MIXTURES, *WITH_STATES, *LATENTS])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA, *MIXTURES, *WITH_STATES, *LATENTS, KIMI])
 def test_a_stream_alone_and_in_a_batch_has_the_same_logits_bit_for_bit(config: ModelConfig, dtype: torch.dtype) -> None:
     together = Steps(config, dtype, LENGTHS, fused=True)
     batches = [dict(zip(counts, together.run(counts), strict=True)) for counts in STEPS]

@@ -97,6 +97,7 @@ def delta_chunks_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     NUMBERS: tl.constexpr,
+    BY_ELEMENT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (blocks of a head's elements, heads, prompts); see `DeltaChunks`, whose chunks have ROWS places. States stay
@@ -123,11 +124,14 @@ def delta_chunks_kernel(
         read = dot(_columns_of(within, at, row, row, ROWS), written, read)
         tl.store(out + of_values, read, mask=inside)
         written = tl.trans(written)
-        decay_factor = tl.load(left + at)
+        if not BY_ELEMENT:
+            decay_factor = tl.load(left + at)
         tl.debug_barrier()  # all threads have read the states that are now written
         for first in tl.range(0, STATE, NUMBERS, num_stages=1):
             number = first + numbers
             both = (element < DIM)[:, None] & (number < STATE)[None, :]
+            if BY_ELEMENT:
+                decay_factor = tl.load(left + at * STATE + number, mask=number < STATE, other=0.0)[None, :]
             state = tl.load(own + number[None, :], mask=both, other=0.0) * decay_factor
             state = dot(written, _columns_of(writing, at, row, number, STATE), state)
             tl.debug_barrier()
@@ -151,6 +155,7 @@ def scan_delta(chunks: DeltaChunks, state: Tensor, prompts: Prompts) -> Tensor:
         ROWS=rows,
         BLOCK=block,
         NUMBERS=COLUMNS_AT_ONCE,
+        BY_ELEMENT=chunks.left.shape[3] > 1,
         num_warps=DELTA_WARPS,
         num_stages=1,
         **launch_options(state.device),

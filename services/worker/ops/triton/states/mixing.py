@@ -37,8 +37,6 @@ class TritonStates(TorchStates):
             return convolve(projected, mixer, cache.windows, meta, rows, projected.dtype, gated=mixer.gated)
         if isinstance(mixer, SelectiveSpace):
             return select(projected, mixer, cache.states, meta, rows)
-        if isinstance(mixer, DeltaNet) and mixer.by_element:
-            return super().mix(projected, mixer, cache, meta)
         rule = DeltaRule(mixer) if isinstance(mixer, DeltaNet) else SpaceRule(mixer)
         gates, channels, decodes = mixer.gates, mixer.conv_weight.shape[1], meta.num_decodes
         gate, inputs, steps = projected.tensor_split([gates, gates + channels], dim=1)

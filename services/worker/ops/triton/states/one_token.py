@@ -52,9 +52,11 @@ def one_token_kernel(
     BLOCK: tl.constexpr,
     DELTA: tl.constexpr,
     EVEN: tl.constexpr,
+    BY_ELEMENT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid (blocks of a head's elements, heads, sequences). EVEN: time steps are 1."""
+    """Grid (blocks of a head's elements, heads, sequences). EVEN: time steps are 1; BY_ELEMENT: those of a head's keys'
+    elements are each another."""
     wait_for_inputs(DEPENDENT)
     head, sequence = tl.program_id(1), tl.program_id(2)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -73,9 +75,16 @@ def one_token_kernel(
     c = tl.load(group + GROUPS * STATE, mask=in_state, other=0.0)
     step = steps + sequence.to(tl.int64) * steps_stride + head
     time = 1.0
-    if not EVEN:
-        time = softplus(tl.load(step).to(tl.float32) + tl.load(step_bias + head))
-    state *= tl.exp(time * tl.load(decay + head))
+    if BY_ELEMENT:
+        own_step = step + head * (STATE - 1) + number
+        times = tl.load(own_step, mask=in_state, other=0.0).to(tl.float32)
+        times = softplus(times + tl.load(step_bias + head * STATE + number, mask=in_state, other=0.0))
+        state *= tl.exp(times * tl.load(decay + head))[None, :]
+        step += HEADS * (STATE - 1)
+    else:
+        if not EVEN:
+            time = softplus(tl.load(step).to(tl.float32) + tl.load(step_bias + head))
+        state *= tl.exp(time * tl.load(decay + head))
     if DELTA:
         b, c = _unit(b), _unit(c) * root
         rate = sigmoid(tl.load(step + HEADS).to(tl.float32)) * most_written
@@ -98,9 +107,10 @@ def elements_at_once(state_dim: int) -> int:
 def step_decodes(
     seen: Tensor, steps: Tensor, mixer: StateSpace | DeltaNet, states: Tensor, meta: BatchMeta, rows: StateRows
 ) -> Tensor:
-    """The decodes of a step: seen float32 [n, C], what the convolution gives, and steps [n, H] or [n, 2 * H], as they
-    are projected, rows any distance apart → float32 [num_decodes, H, P] that is yet to be gated and normed. `states`
-    [slots, H, P, N] go on. A row whose context is 0 leaves nothing. Nothing is read from the device."""
+    """The decodes of a step: seen float32 [n, C], what the convolution gives, and steps [n, H], [n, 2 * H] or
+    [n, H * N + H], as they are projected, rows any distance apart → float32 [num_decodes, H, P] that is yet to be gated
+    and normed. `states` [slots, H, P, N] go on. A row whose context is 0 leaves nothing. Nothing is read from the
+    device."""
     assert seen.is_contiguous(), "rows are contiguous"
     assert steps.stride(1) == 1, "rows are contiguous"
     assert states.is_contiguous(), "a head's numbers lie together"
@@ -119,6 +129,7 @@ def step_decodes(
         BLOCK=block,
         DELTA=delta,
         EVEN=isinstance(mixer, StateSpace) and mixer.lightning,
+        BY_ELEMENT=isinstance(mixer, DeltaNet) and mixer.by_element,
         num_warps=4,
         **launch_options(seen.device),
     )

@@ -161,6 +161,15 @@ def delta_net() -> DeltaNet:
     return DeltaNet(*sizes, decay=own.decay, step_bias=own.step_bias, norm=norm, eps=own.eps, most_written=2.0)
 
 
+def element_net() -> DeltaNet:
+    """Kimi Delta Attention: as many heads of keys, whose elements are forgotten one by one."""
+    torch.manual_seed(7)
+    channels = HEADS * (DIM + 2 * STATE)
+    weights = (torch.randn(4, channels) * 0.5, torch.randn(channels) * 0.1)
+    decay, bias, norm = -torch.rand(HEADS) * 2, torch.randn(HEADS, STATE) - 1, torch.rand(DIM) + 0.5
+    return DeltaNet(HEADS, DIM, HEADS, STATE, *weights, decay=decay, step_bias=bias, norm=norm, eps=1e-5)
+
+
 def lightning_space() -> StateSpace:
     return lightning(HEADS, DIM)
 
@@ -180,10 +189,12 @@ def projected(mixer: StateMixer, rows: int) -> Tensor:
     if isinstance(mixer, StateSpace) and mixer.lightning:
         return torch.randn(rows, mixer.conv_weight.shape[1])
     steps = HEADS * (2 if isinstance(mixer, DeltaNet) else 1)
+    if isinstance(mixer, DeltaNet) and mixer.by_element:
+        steps = HEADS * STATE + HEADS
     return torch.randn(rows, HEADS * DIM + mixer.conv_weight.shape[1] + steps)
 
 
-@pytest.mark.parametrize("make", [space, delta_net, lightning_space])
+@pytest.mark.parametrize("make", [space, delta_net, element_net, lightning_space])
 def test_state_spaces_and_delta_nets_are_pytorchs(make: type[StateSpace] | type[DeltaNet]) -> None:
     """Decodes that begin and go on, beside prompts that begin and go on."""
     mixer = make()  # type: ignore[call-arg]
@@ -203,7 +214,7 @@ def test_state_spaces_and_delta_nets_are_pytorchs(make: type[StateSpace] | type[
             torch.testing.assert_close(own.cpu(), other, atol=2e-5, rtol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("make", [space, delta_net])
+@pytest.mark.parametrize("make", [space, delta_net, element_net])
 def test_heads_have_more_elements_than_one_program(
     make: type[StateSpace] | type[DeltaNet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +239,7 @@ def test_padding_leaves_nothing_behind(kind: str) -> None:
         "convolution": ShortConvolution(torch.randn(3, CHANNELS), torch.randn(CHANNELS)),
         "space": space(),
         "delta": delta_net(),
+        "by element": element_net(),
         "lightning": lightning_space(),
     }
     mixer = moved(mixers[kind])
@@ -263,10 +275,12 @@ def test_states_are_handed_on_from_chunk_to_chunk() -> None:
     torch.testing.assert_close(own.cpu(), state, atol=1e-6, rtol=1e-6)
 
 
-def test_delta_nets_correct_what_the_chunks_before_have_written() -> None:
+@pytest.mark.parametrize("left", [1, 70])
+def test_delta_nets_correct_what_the_chunks_before_have_written(left: int) -> None:
     """Heads of more elements, with longer states, than one program looks at together, in float64."""
     prompts, dim, numbers = _prompts(), 40, 70
-    sizes = ((PROMPT_CHUNK, dim), *[(PROMPT_CHUNK, numbers)] * 2, (PROMPT_CHUNK,) * 2, (PROMPT_CHUNK, numbers), (1, 1))
+    by_numbers = (PROMPT_CHUNK, numbers)
+    sizes = ((PROMPT_CHUNK, dim), by_numbers, by_numbers, (PROMPT_CHUNK,) * 2, by_numbers, (1, left))
     chunks = DeltaChunks(*(torch.randn(6, 2, *size) / 8 for size in sizes))
     state = torch.randn(3, 2, dim, numbers)
     wide, own = state.double(), state.to(DEVICE)
