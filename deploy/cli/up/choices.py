@@ -153,7 +153,7 @@ def _described(options: _Options, layout: _StackLayout) -> StackSpec:
     values, stack, dealt, ray = options.values, options.stack, options.placed, layout.ray
     model = _model(options, is_local=ray is None)
     without = _without_weights(values, options.assigned)
-    counts = _with_model(layout.counts, stack, options.pp, model)
+    counts = _with_model(layout.counts, stack, dealt, model)
     federation = federation_choice(
         stack, values, model, dummy_weights=without.dummy, simulated=without.simulated, is_running=layout.is_running
     )
@@ -279,9 +279,9 @@ def _of_several(
     )
 
 
-def _with_model(counts: Counts, stack: StackSettings, pp: int, model: Path) -> Counts:
+def _with_model(counts: Counts, stack: StackSettings, dealt: Mapping[str, Any], model: Path) -> Counts:
     """With what the model decides of them. Raises CommandError for pools, ranks and stages that it cannot have."""
-    check_engines(stack, pp, model)
+    check_engines(stack, dealt["pp"], dealt["prefill_context_parallel_size"], model)
     return replace(counts, encoder=encoders(stack, model), hands_over=hands_over(model))
 
 
@@ -303,7 +303,7 @@ def _model_spec(
     return ModelSpec(
         name=chosen.name,
         model=model,
-        counts=_with_model(counts, stack, pp, model),
+        counts=_with_model(counts, stack, dealt, model),
         pp_layers=layer_split(values.get("pp_layers"), counts),
         settings=merged(service_settings(values), drafted, settings),
     )

@@ -127,7 +127,7 @@ def check_hand_overs(values: Mapping[str, Any], *, prefill: int, decode: int, ha
             raise CommandError(f"{option}: hands over through a KV store: --kvstore-memory SIZE", status=2)
 
 
-def check_engines(stack: StackSettings, pp: int, model: Path) -> None:
+def check_engines(stack: StackSettings, pp: int, context_parallel: int, model: Path) -> None:
     """Raises CommandError for pools, ranks and stages of a model with an encoder: its engines hand nothing over, and
     are a rank each."""
     if hands_over(model):
@@ -137,6 +137,7 @@ def check_engines(stack: StackSettings, pp: int, model: Path) -> None:
         (f"--decode {stack.decode}", stack.decode, "its engines hand nothing over"),
         (f"--tp {stack.tp}", stack.tp > 1, "one rank computes it"),
         (f"--pp {pp}", pp > 1, "one rank computes it"),
+        (f"--prefill-context-parallel-size {context_parallel}", context_parallel > 1, "one rank computes it"),
     ):
         if asked:
             sentence = f"an encoder reads what is sent to {model}, and {why}"
