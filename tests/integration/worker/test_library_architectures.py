@@ -8,33 +8,34 @@ from pathlib import Path
 import pytest
 
 from services.worker.executor.host_runner import HostRunner
-from tests.support.models.library_models import ARCHITECTURES, library_model
+from tests.support.models.library_models import ARCHITECTURES, LANGUAGE_MODELS, library_model
 from tests.support.models.tiny_models import TinyModel
 from tests.support.worker.library_situations import check_mixed_batch, check_resumed_sequences
 from tests.support.worker.tiny_backend import tiny_backend
 
 
-@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+@pytest.fixture(scope="module", params=[*ARCHITECTURES, *LANGUAGE_MODELS])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModel, HostRunner]:
     folder = tmp_path_factory.mktemp(request.param)
     return library_model(request.param, folder), tiny_backend(folder, ops="native", model_impl="transformers")
 
 
-@pytest.fixture(autouse=True)
-def fresh(served: tuple[TinyModel, HostRunner]) -> Iterator[None]:
-    yield
+@pytest.fixture
+def fresh(served: tuple[TinyModel, HostRunner]) -> Iterator[tuple[TinyModel, HostRunner]]:
+    yield served
     served[1].reset()
 
 
-def test_a_mixed_batch_generates_greedily_what_the_library_does(served: tuple[TinyModel, HostRunner]) -> None:
-    check_mixed_batch(*served)
+def test_a_mixed_batch_generates_greedily_what_the_library_does(fresh: tuple[TinyModel, HostRunner]) -> None:
+    check_mixed_batch(*fresh)
 
 
-def test_chunks_prefix_hits_and_preemption_change_nothing(served: tuple[TinyModel, HostRunner]) -> None:
-    check_resumed_sequences(*served)
+def test_chunks_prefix_hits_and_preemption_change_nothing(fresh: tuple[TinyModel, HostRunner]) -> None:
+    check_resumed_sequences(*fresh)
 
 
-def test_the_documentation_names_them_all() -> None:
+@pytest.mark.parametrize(("marker", "known"), [("architectures", ARCHITECTURES), ("language models", LANGUAGE_MODELS)])
+def test_the_documentation_names_them_all(marker: str, known: dict[str, object]) -> None:
     text = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
-    listed = text.partition("<!-- architectures -->")[2].partition("<!-- end -->")[0]
-    assert {name.strip(" `\n") for name in listed.split(",")} == set(ARCHITECTURES)
+    listed = text.partition(f"<!-- {marker} -->")[2].partition("<!-- end -->")[0].replace("\n", " ")
+    assert {name.strip(" `") for name in listed.split(",")} == set(known)

@@ -114,11 +114,32 @@ def written(folder: Path, kind: str, **settings: Any) -> Path:
             {"vocab_size": 160, "n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 96, "n_positions": 0},
             "CTRLLMHeadModel: the configuration says nothing of positions",
         ),
+        (
+            "Moshi",
+            {**SMALL, "num_key_value_heads": 4, "head_dim": 16, "ffn_dim": 96, "sliding_window": 24}
+            | {"max_position_embeddings": 64, "audio_encoder_config": {"model_type": "mimi"}},
+            "MoshiForCausalLM: sliding_window 24 is kept by the library's cache",
+        ),
     ],
 )
 def test_what_cannot_be_served_says_why(tmp_path: Path, kind: str, settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):
         tiny_backend(written(tmp_path, kind, **settings))
+
+
+def test_loops_that_read_what_the_last_one_keeps_are_refused(tmp_path: Path) -> None:
+    library_model("Dory", tmp_path, recurrent_kv_cache_mode="last_loop")
+    with pytest.raises(ModelError, match="recurrent_kv_cache_mode 'last_loop' is not supported"):
+        tiny_backend(tmp_path)
+
+
+def test_of_a_model_with_images_what_reads_text_is_served_and_the_rest_left_out(tmp_path: Path) -> None:
+    model = library_model("Exaone4_5_", tmp_path)
+    backend = tiny_backend(tmp_path, ops="native")
+    check_mixed_batch(model, backend)
+    decoder: Any = backend.rank.decoder
+    assert not [name for name, _ in decoder._model.named_parameters() if "visual" in name]
+    assert [name for name, _ in model.reference.named_parameters() if "visual" in name]
 
 
 def test_different_heads_share_no_blocks_that_queries_do_not_divide(tmp_path: Path) -> None:

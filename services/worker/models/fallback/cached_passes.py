@@ -20,8 +20,9 @@ _TOLERANCE = 0.1
 
 
 @torch.inference_mode()
-def check_cached_passes(model: CausalLm, vocab_size: int, device: torch.device) -> None:
-    """Raises ModelError where the results differ. Every rank of a stage must come here: the first one sees them."""
+def check_cached_passes(model: CausalLm, name: str, vocab_size: int, device: torch.device) -> None:
+    """Raises ModelError where the results of the model `name` differ. Every rank of a stage must come here: the first
+    one sees them."""
     caches = model.allocate_kv(2)
     ids = torch.linspace(vocab_size // 7, vocab_size - 1, _ROWS, device=device).to(torch.int32)
     other = ids.flip(0)
@@ -40,7 +41,7 @@ def check_cached_passes(model: CausalLm, vocab_size: int, device: torch.device) 
     for words, difference in differences.items():
         if not difference <= _TOLERANCE * spread:
             raise ModelError(
-                f"the model computes something else {words}: it keeps more of a sequence than keys and values, or "
+                f"{name} computes something else {words}: it keeps more of a sequence than keys and values, or "
                 f"finds positions by itself (logits differ by {difference:.3g}, their spread is {spread:.3g})"
             )
 

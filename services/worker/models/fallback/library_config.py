@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from msgspec import Struct
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -20,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from services.worker.models.config import Dtype, ModelError
 from services.worker.models.fallback.adapters import implementation
-from services.worker.models.fallback.attention import NAME, register
+from services.worker.models.fallback.attention import NAME, MixingLayers, answered_by, register
 from services.worker.models.hf_config import stop_tokens
 from services.worker.models.pooling.classification import SUFFIX, TOKEN_SUFFIX
 from shared.models.audio_models import WHISPER
@@ -33,6 +36,17 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _BLOOM_POSITIONS = 2048
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "eos_token_id", "dtype", "torch_dtype")
 """Keys on which keys and values of tokens do not depend, beside the dtype, which the digest of a layout has."""
+_TOWERS = (
+    "vision_config",
+    "vision_encoder_config",
+    "audio_config",
+    "audio_encoder_config",
+    "thinker_config",
+    "vq_config",
+)
+"""What a configuration has of them."""
+_ROUNDED = 2**-5
+"""How far logits in bfloat16 may be off."""
 
 
 class LibraryConfig(Struct, frozen=True, kw_only=True):
@@ -63,12 +77,10 @@ def library_config(
         if any(each.endswith((SUFFIX, TOKEN_SUFFIX)) for each in config.architectures or ()):
             config.tie_word_embeddings = True  # what is never asked for its logits needs no further table
         register()
-        build: Any = AutoModelForCausalLM
         if reads_text(config):
-            build = AutoModelForSeq2SeqLM
             leave_out_encoder(config)
         with BUILDING, torch.device("meta"):
-            model = build.from_config(
+            model = auto_class(config).from_config(
                 config, attn_implementation=implementation(config), trust_remote_code=trust_remote_code
             )
     except ModelError as error:
@@ -129,9 +141,12 @@ def _refuse_unsupported(config: PretrainedConfig, *, codes: bool) -> None:
             f"model_type {config.model_type!r} is an encoder with a decoder: of these only Whisper and "
             f"{', '.join(ENCODER_DECODER_ARCHITECTURES)} can be served"
         )
+    if getattr(text, "recurrent_kv_cache_mode", None) == "last_loop":
+        raise ModelError("recurrent_kv_cache_mode 'last_loop' is not supported: every loop keeps keys and values")
     for kind in getattr(text, "layer_types", None) or ():
         if kind not in _LAYER_TYPES:
-            raise ModelError(f"layer_types {kind!r} is not supported; supported: {', '.join(_LAYER_TYPES)}")
+            of = next(iter(config.architectures or ()), config.model_type)
+            raise ModelError(f"{of}: layer_types {kind!r} is not supported; supported: {', '.join(_LAYER_TYPES)}")
 
 
 def hears(config: PretrainedConfig) -> bool:
@@ -142,6 +157,55 @@ def hears(config: PretrainedConfig) -> bool:
 def reads_text(config: PretrainedConfig) -> bool:
     """Whether the model's decoder attends to what an encoder made of a text (BART, T5)."""
     return any(each in ENCODER_DECODER_ARCHITECTURES for each in config.architectures or ())
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """What builds the model: that of decoders, unless the library knows it only beside images or sounds."""
+    if reads_text(config):
+        return AutoModelForSeq2SeqLM
+    return _multimodal_class(config) or AutoModelForCausalLM
+
+
+def _multimodal_class(config: PretrainedConfig) -> Any:
+    """None for a model that is one of texts, or one by its own code."""
+    own: Any = AutoModelForCausalLM
+    if type(config) in own._model_mapping or getattr(config, "auto_map", None):
+        return None
+    others = (AutoModelForImageTextToText, getattr(transformers, "AutoModelForMultimodalLM", None))
+    return next((each for each in others if each is not None and type(config) in each._model_mapping), None)
+
+
+@torch.inference_mode()
+def leave_out_towers(model: nn.Module, config: PretrainedConfig) -> None:
+    """Leaves of a model with images or sounds what a text passes: its towers would take memory, and are never asked.
+    A model that cannot compute a text stays as it is: whoever loads it says so. Raises ModelError where the library
+    counts positions otherwise than from 0."""
+    if not any(getattr(config, name, None) is not None for name in _TOWERS):
+        return
+    owner: Any = model
+    seen = set[nn.Module]()
+
+    def note(module: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
+        seen.add(module)
+
+    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
+    positions = torch.arange(2).unsqueeze(0)
+    ids = positions + 3
+    try:
+        with answered_by(MixingLayers()):
+            given = owner(input_ids=ids, position_ids=positions, use_cache=False).logits
+            own = owner(input_ids=ids, use_cache=False).logits
+    except Exception:  # of the library: it is tried again, and told, when the decoder is made
+        return
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not torch.allclose(given, own, rtol=_ROUNDED, atol=_ROUNDED * float(own.std())):
+        raise ModelError(f"{type(model).__name__} counts positions otherwise than from 0, which is not supported")
+    for parent in {model, owner.base_model}:
+        for name, child in parent.named_children():
+            if not any(each in seen for each in child.modules()):
+                setattr(parent, name, nn.Module())
 
 
 def leave_out_encoder(config: Any) -> None:

@@ -87,6 +87,8 @@ class LibraryDecoder:
         self._device = device
         self._base: nn.Module | None = None
         """The module whose output the head reads: some heads call a part of the base model."""
+        self._computes_all = False
+        """Whether the library gives the logits of every row, whichever are asked for."""
         self._named: dict[str, PackedProduct] = {}
         """The products that a pass computes once, of every row or of those whose logits are wanted."""
         self.token_head: Callable[[Tensor], Tensor] | None = None
@@ -95,7 +97,7 @@ class LibraryDecoder:
         self._mutual_everywhere = not of_gemma4(model)
         if not self._stage.is_first:
             self._check_stage()
-        self._calls = self._recorded_calls()
+        self._calls = self._recorded_calls(max_model_len)
         self._attending = attending_layers(self._calls, self._stage, communicator)
         self._groups: LayerGroups | None = None
         self._heads = self._cached_heads()
@@ -118,7 +120,7 @@ class LibraryDecoder:
                 raise ModelError(f"kv_cache_dtype: {name} has layers with different heads, which are kept as they are")
         return heads
 
-    def _recorded_calls(self) -> tuple[AttentionCall, ...]:
+    def _recorded_calls(self, max_model_len: int) -> tuple[AttentionCall, ...]:
         recorded = RecordedLayers()
         ids = torch.zeros(2, dtype=torch.int32, device=self._device)
         owner: Any = self._model
@@ -147,13 +149,20 @@ class LibraryDecoder:
             for hook in hooks:
                 hook.remove()
         self._base = seen[-1] if seen else None
-        head = None if owner.config.tie_word_embeddings else owner.get_output_embeddings()
+        self._computes_all = self._stage.is_last and len(given) > 1
+        tied = getattr(owner.config, "tie_word_embeddings", False)
+        head = None if tied else owner.get_output_embeddings()
         for path, product in products.items():
             # Rows of an expert are others in each step, though here they may be all.
             if rows.get(product) == ([1] if product is head else [2]) and "expert" not in path:
                 self._named[path] = product
         if not recorded.calls:
             raise ModelError(NO_INTERFACE.format(name))
+        if (window := _unasked_window(owner.config, recorded.calls)) is not None and window < max_model_len:
+            raise ModelError(
+                f"{name}: sliding_window {window} is kept by the library's cache, and not asked of attention: this is "
+                f"not supported beyond a max_model_len of {window}"
+            )
         size = self._ops.block_size
         if (odd := next((each.chunk for each in recorded.calls if each.chunk and each.chunk % size), None)) is not None:
             raise ModelError(f"{name}: attention_chunk_size {odd} is not a multiple of block_size {size}")
@@ -395,8 +404,8 @@ class LibraryDecoder:
         """The logits of `logits_rows`; of stages before the last, the rows behind its layers. `inputs`: see
         `BatchMeta.inputs`; `rows`: of the stage before."""
         output = self._passing.run(lambda: self._call(ids, positions, logits_rows, layers, inputs), rows)
-        of_all: Tensor = output if isinstance(output, Tensor) else output.logits
-        return of_all[0]
+        of_all: Tensor = (output if isinstance(output, Tensor) else output.logits)[0]
+        return of_all[logits_rows.long()] if self._computes_all else of_all
 
     def _call(
         self,
@@ -420,6 +429,15 @@ class LibraryDecoder:
                 use_cache=False,
                 logits_to_keep=logits_rows.long(),
             )
+
+
+def _unasked_window(config: Any, calls: Sequence[AttentionCall]) -> int | None:
+    """Behind which the library's cache would forget, though no layer says so."""
+    text = config.get_text_config(decoder=True)
+    window: object = getattr(text, "sliding_window", None)
+    if getattr(text, "layer_types", None) is not None or any(call.window is not None for call in calls):
+        return None
+    return window if isinstance(window, int) else None
 
 
 class GroupLibraryDecoder(LockstepMember, LibraryDecoder):

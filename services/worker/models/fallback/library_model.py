@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from services.worker.distributed.all2all import All2AllBackend
 from services.worker.distributed.communicator import Communicator, Pipeline
@@ -21,8 +21,10 @@ from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
 from services.worker.models.fallback.library_config import (
+    auto_class,
     has_mxfp4,
     hears,
+    leave_out_towers,
     library_config,
     reads_text,
 )
@@ -113,6 +115,7 @@ class LibraryModel:
         stage, communicator, device = share.stage, share.communicator, share.device
         model, passing = self._whole_stage(stage, share.dtype, dummy=dummy)
         adapt(model, self._own)
+        leave_out_towers(model, self._own)
         rows = _head_rows(model, judged_by) if judged_by and stage.is_last else None
         experts = _SplitExperts.of(model, share)
         split_heads = communicator.world_size > 1 and shard_model(model, communicator, share.quantization)
@@ -124,7 +127,7 @@ class LibraryModel:
             *(model, share.ops, self.config.hidden_size, share.max_model_len, device, place),
             *(StagePlace(stage, share.pipeline, passing), communicator),
         )
-        check_cached_passes(made, self.config.vocab_size, device)
+        check_cached_passes(made, type(model).__name__, self.config.vocab_size, device)
         if rows is not None and made.has_features:
             made.judge_by(*rows)
         return made
@@ -265,8 +268,7 @@ def _dummy_model(config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_c
     """The model with random weights, the same each time."""
     with BUILDING, torch.random.fork_rng():
         torch.manual_seed(0)
-        own: Any = AutoModelForCausalLM
-        model: nn.Module = own.from_config(
+        model: nn.Module = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=implementation(config), trust_remote_code=trust_remote_code
         )
     return model.eval().requires_grad_(False)
