@@ -199,6 +199,7 @@ def of_mixers(model: TinyModel, folder: Path) -> dict[str, TinyModel]:
         pytest.param("olmo-hybrid", "native", marks=pytest.mark.extras),
         pytest.param("kimi-linear", "native", marks=pytest.mark.extras),
         pytest.param("minimax", "native", marks=pytest.mark.extras),
+        pytest.param("zamba2", "native", marks=pytest.mark.extras),
     ],
 )
 def test_adapters_of_states_and_of_latent_attention(family: str, ops: OpsName, tmp_path: Path) -> None:

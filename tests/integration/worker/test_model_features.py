@@ -48,10 +48,9 @@ ADAPTED = {
     "Llama4Text": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "gpt-oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
     **dict.fromkeys(("deepseek-v3.2", "glm-5"), _OF_LATENTS),
-    "zamba2": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj", "linear", "in_proj", "out_proj"),
 }
 """Modules of an adapter, by checkpoint, where they are not all linear layers: of a mixture that `transformers` computes
-the attention; of sparse attention no indexer's; of shared blocks not their own adapters."""
+the attention; of sparse attention no indexer's."""
 
 
 @dataclass

@@ -45,6 +45,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron-h": {"mamba_num_heads": 8},
     "nemotron-h-moe": {"mamba_num_heads": 8, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
     "falcon-h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "head_dim": 16},
+    "zamba2": {"n_mamba_heads": 8, "head_dim": 32, "adapter_rank": 32},
     "lfm2": {},
     "mamba": _SELECTIVE,
     "falcon-mamba": _SELECTIVE,
@@ -84,6 +85,8 @@ def quantised_states(path: Path, method: str, family: str, **changes: Any) -> Ti
         *by_lane(["falcon-h1"], "packed", "native"),
         *by_lane(["nemotron-h"], "gptq", "native"),
         *by_lane(["nemotron-h-moe"], "nvfp4", "native"),
+        *by_lane(["zamba2"], "gptq", "native"),
+        *by_lane(["zamba2"], "fp8 of blocks", "torch"),
     ],
 )
 def test_logits_are_those_of_the_numbers_that_the_checkpoint_stands_for(

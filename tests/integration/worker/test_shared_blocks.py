@@ -3,6 +3,7 @@ its checkpoints hold, and what is in memory once."""
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from torch import Tensor
 
 from services.worker.models.config import ModelError
 from services.worker.models.decoder import Decoder
+from services.worker.models.lora.slots import LoraSettings
 from services.worker.models.weights import DenseMlp, LayerWeights
 from services.worker.ops.interface import OpsName
 from services.worker.ops.native.kernels import PackedMatrix
+from shared.ids import ModelName
+from tests.support.models.embedded_prompts import logits_of_rows, own_embeddings, prompt_embeds, random_rows
+from tests.support.models.tiny_adapters import write_adapter
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import record_logits
@@ -121,3 +126,54 @@ def test_a_block_is_found_at_whichever_depth_the_checkpoint_has_it(
     missing = "model.layers.4.shared_transformer.self_attn.linear_q_adapter_list.2.1.weight"
     with pytest.raises(ModelError, match=re.escape(missing)):
         tiny_backend(tmp_path)
+
+
+@pytest.mark.features("prompt embeds", "states")
+def test_rows_of_a_client_are_what_blocks_read_beside_the_residual(zamba: TinyModel, recorded: list[Tensor]) -> None:
+    """As the library has `inputs_embeds`, in a prompt of two steps."""
+    rows = random_rows(zamba.reference, 40)
+    driver = Driver(tiny_backend(zamba.path, dtype="float32", ops="native", prompt_embeds=True), budget=25)
+    recorded.clear()
+    sequence = driver.add([0] * len(rows), OUTPUT, prompt_embeds=prompt_embeds(rows))
+    driver.run()
+    whole = torch.cat((rows, own_embeddings(zamba.reference, sequence.output)))
+    expected = logits_of_rows(zamba.reference, whole)[len(rows) - 1 : -1]
+    assert torch.cat(recorded[-OUTPUT:]).sub(expected).abs().max() < 1e-3
+
+
+@pytest.mark.extras
+@pytest.mark.features("LoRA", "states")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # what PEFT asks transformers
+def test_an_adapter_as_peft_writes_it_is_of_each_depth_alone(zamba: TinyModel, tmp_path: Path) -> None:
+    """Beside the model alone. Merged it would be that of all depths, whose weights are one."""
+    peft = pytest.importorskip("peft", reason="of the extra dev")
+    modules = ["q_proj", "o_proj", "gate_up_proj", "down_proj", "linear", "in_proj"]
+    config = peft.LoraConfig(r=4, target_modules=modules, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(copy.deepcopy(zamba.reference), config).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_(0, 0.15)
+    adapted.save_pretrained(tmp_path)
+    settings = LoraSettings(((ModelName("a"), tmp_path),), 1, 8)
+    backend = tiny_backend(zamba.path, dtype="float32", ops="native", loras=settings)
+    driver = Driver(backend, budget=33)
+    sequences = [driver.add(PROMPT[:50], OUTPUT, lora=each) for each in (backend.card.loras[0].id, None)]
+    driver.run()
+    for sequence, model in zip(sequences, (TinyModel("peft", tmp_path, adapted), zamba), strict=True):
+        likeliest = model.logits(sequence.tokens)[49:-1].argmax(dim=1).tolist()
+        assert sequence.output == likeliest
+    assert sequences[0].output != sequences[1].output
+
+
+def test_the_model_s_own_adapters_take_none(zamba: TinyModel, tmp_path: Path) -> None:
+    write_adapter(zamba, tmp_path, modules=["q_proj"])
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    within = {name.replace("q_proj", "linear_q_adapter_list.0.0"): tensor for name, tensor in tensors.items()}
+    save_file(within, tmp_path / "adapter_model.safetensors")
+    complaint = (
+        "shared_transformer.self_attn.linear_q_adapter_list.0.0 of layer 1 is no module that can have an adapter"
+    )
+    with pytest.raises(ModelError, match=re.escape(complaint)):
+        tiny_backend(zamba.path, loras=LoraSettings(((ModelName("a"), tmp_path),), 1, 8))

@@ -22,7 +22,7 @@ from services.worker.platforms.installed import built_in_platform
 from tests.support.kernels.kernel_device import DEVICE
 from tests.support.models.rounded_models import SIZES, rounded
 from tests.support.models.tiny_images import picture
-from tests.support.models.tiny_models import TinyModel, make_model
+from tests.support.models.tiny_models import TinyModel, by_lane, make_model
 from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.worker.emulated_graphs import RunAgain
 from tests.support.worker.image_chats import ImageChat
@@ -53,6 +53,7 @@ WITH_STATES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_hidden_layers": 1},
     "qwen3-next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "zamba2": {"num_hidden_layers": 1, "layers_block_type": ["hybrid"], "num_mem_blocks": 1},
 }
 
 
@@ -124,7 +125,7 @@ def test_captured_decodes_generate_what_launched_ones_do(llama: TinyModel) -> No
     assert (capture.captured, capture.replayed) == (1, 2)
 
 
-@pytest.mark.parametrize("family", list(WITH_STATES))
+@pytest.mark.parametrize("family", by_lane(WITH_STATES))
 def test_captured_decodes_go_on_with_their_states(family: str, tmp_path: Path) -> None:
     """Padded to three rows, of which some are nobody's."""
     model, capture = make_model(family, tmp_path, **WITH_STATES[family]), RunAgain()

@@ -356,8 +356,9 @@ def quantise(model: TinyModel, method: str) -> TinyModel:
             name = _stored_name(module_name, tensors)
             if isinstance(module, nn.Linear) and not name.endswith(LEFT_ALONE):
                 own, numbers = write(module.weight.float())
-                del tensors[f"{name}.weight"]
-                tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in own.items()}
+                if "shared_transformer" not in name or f"{name}.weight" in tensors:  # the first of those that share it
+                    del tensors[f"{name}.weight"]
+                    tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in own.items()}
                 module.weight = nn.Parameter(numbers)
             elif name.endswith(".experts"):
                 for together in ("input_linear", "output_linear"):  # Granite's

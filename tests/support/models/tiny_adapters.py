@@ -24,8 +24,9 @@ ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def linear_layers(model: TinyModel) -> tuple[str, ...]:
-    """The last parts of the names of all linear layers but the head, as PEFT's `all-linear` takes them."""
-    named = model.reference.named_modules()
+    """The last parts of the names of all linear layers but the head, as PEFT's `all-linear` takes them, and but those
+    of adapters that are the model's own."""
+    named = ((name, each) for name, each in model.reference.named_modules() if "_adapter_list" not in name)
     return tuple(sorted({name.rpartition(".")[2] for name, each in named if isinstance(each, nn.Linear)} - {"lm_head"}))
 
 
