@@ -68,7 +68,8 @@ def zamba_model_config(
     ModelError, and msgspec's errors."""
     assert architecture == ZAMBA2
     raw = msgspec.json.decode(plain_json(text), type=_RawZamba2, strict=True)
-    heads, kv_heads = raw.num_attention_heads, raw.num_key_value_heads or raw.num_attention_heads
+    heads = raw.num_attention_heads
+    kv_heads = heads if raw.num_key_value_heads is None else raw.num_key_value_heads
     intermediate_size = raw.intermediate_size or _MLP_SHARE * raw.hidden_size
     head_dim = _head_dim(raw)
     _refuse_unsupported(raw, kv_heads, intermediate_size, head_dim)
@@ -124,7 +125,8 @@ def _layers(raw: _RawZamba2, rope: Rope) -> tuple[LayerConfig, ...]:
 def _with_blocks(raw: _RawZamba2) -> list[bool]:
     """For each of the checkpoint's layers, whether it has a block."""
     key = "layers_block_type" if raw.layers_block_type is not None else "layer_types"
-    names, count = raw.layers_block_type or raw.layer_types, raw.num_hidden_layers
+    names = raw.layer_types if raw.layers_block_type is None else raw.layers_block_type
+    count = raw.num_hidden_layers
     if names is None:
         if count != _DEFAULT_LAYERS:
             raise ModelError(f"layers_block_type is missing, which says what each of {count} layers is")
