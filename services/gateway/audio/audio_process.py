@@ -107,6 +107,8 @@ def _samples(av: Any, file: bytes, rate: int) -> Iterator[bytes]:
         if not container.streams.audio:
             raise _FileRefused("there is no sound in the file")
         stream = container.streams.audio[0]
+        if stream.codec_context is None or stream.codec_context.codec.name not in CODECS.split(","):
+            raise _FileRefused(f"its codec is not allowed; {CODECS} are")  # FFmpeg heeds the list as it looks alone
         stream.codec_context.thread_count = 1
         resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
         for frame in container.decode(stream):

@@ -7,7 +7,7 @@ import base64
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.support.cluster.batches import batch_of
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.gateway.fake_services import eventually
+from tests.support.models.tiny_gemma4 import make_gemma4_model
 from tests.support.models.tiny_images import (
     IMAGE_TOKENS,
     ImageModel,
@@ -325,15 +326,18 @@ async def ask_at(stack: RunningStack, message: dict[str, Any]) -> Any:
 
 @pytest.mark.extras
 @pytest.mark.features("prompt embeds", "images", "prefill/decode", "tensor parallel", "prefix cache")
-async def test_images_before_the_librarys_language_model_are_handed_over(tmp_path: Path) -> None:
-    """Llama 4's, in tiles, decoded by two ranks; and files that are none."""
-    model, settings = make_llama4_model(tmp_path / "model"), ["coordinator.disaggregate_tokens=16"]
+@pytest.mark.parametrize(("make", "ranks"), [(make_llama4_model, 2), (make_gemma4_model, 1)])
+async def test_images_before_the_librarys_language_model_are_handed_over(
+    tmp_path: Path, make: Callable[[Path], ImageModel], ranks: int
+) -> None:
+    """Llama 4's, in tiles, decoded by two ranks; Gemma 4's, decoded by one; and files that are none."""
+    model, settings = make(tmp_path / "model"), ["coordinator.disaggregate_tokens=16"]
     flat, tall = picture(0, (150, 40)), picture(1, (60, 300))
     chats = [user(flat, "Compare it with", tall), user(tall, "What?"), {"role": "user", "content": "A question."}]
     said = [wanted(model, chat, images=(flat, tall)) for chat in chats]
     more = (f"--served-model-name={NAME}",)
     with running_stack(
-        tmp_path, model=model.path, prefill=1, decode=1, tp_decode=2, settings=settings, more=more
+        tmp_path, model=model.path, prefill=1, decode=1, tp_decode=ranks, settings=settings, more=more
     ) as pools:
         async with client_of(pools.url) as client:
             answers = await asyncio.gather(*(ask(client, chat) for chat in chats))

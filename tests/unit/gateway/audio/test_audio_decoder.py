@@ -12,7 +12,7 @@ import pytest
 from services.gateway.api.errors import RequestError
 from services.gateway.audio.audio_decoder import AudioDecoder
 from services.gateway.audio.audio_process import AudioRefusal, DecodedAll, DecodedWindow, decode_audio
-from tests.support.models.sounds import SAMPLE_RATE, in_sixteen_bits, sweep, wav
+from tests.support.models.sounds import SAMPLE_RATE, encoded, in_sixteen_bits, sweep, wav
 from tests.unit.gateway.api.test_audio import AUDIO
 
 LOUD = np.concatenate([sweep(0, 1.955), np.zeros(160, np.float32), sweep(1, 3.2)])
@@ -60,6 +60,13 @@ def _children() -> set[int]:
     """Of this process."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return {int(each) for each in file.read().split()}
+
+
+@pytest.mark.parametrize(("form", "codec", "allowed"), [("matroska", "wavpack", False), ("matroska", "pcm_s16le", True)])
+def test_a_codec_that_is_not_named_is_refused(form: str, codec: str, allowed: bool) -> None:
+    first, *_ = decode_audio(encoded(LOUD, form, codec, 48_000), SAMPLE_RATE, 30, 100)
+    assert isinstance(first, DecodedWindow if allowed else AudioRefusal)
+    assert allowed or "its codec is not allowed; pcm_u8" in str(first)
 
 
 def test_no_file_opens_another_one() -> None:

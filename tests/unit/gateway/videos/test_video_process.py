@@ -129,6 +129,13 @@ def test_large_frames_are_scaled_down_and_larger_ones_refused() -> None:
     assert reply == VideoRefusal("16 times 2048 pixels are not allowed; one side may be 64 times the other")
 
 
+def test_a_codec_that_is_not_named_is_refused() -> None:
+    for form, codec in (("mp4", "mpeg2video"), ("matroska", "ffv1")):
+        (reply,) = decode_video(video(noise(2, (64, 64)), 25, form, codec), QWEN2)
+        assert isinstance(reply, VideoRefusal)
+        assert reply.message.startswith("its codec is not allowed; h264,")
+
+
 def test_no_file_opens_another_one() -> None:
     for file in (
         b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n",
