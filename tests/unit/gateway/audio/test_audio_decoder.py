@@ -62,7 +62,9 @@ def _children() -> set[int]:
         return {int(each) for each in file.read().split()}
 
 
-@pytest.mark.parametrize(("form", "codec", "allowed"), [("matroska", "wavpack", False), ("matroska", "pcm_s16le", True)])
+@pytest.mark.parametrize(
+    ("form", "codec", "allowed"), [("matroska", "wavpack", False), ("matroska", "pcm_s16le", True)]
+)
 def test_a_codec_that_is_not_named_is_refused(form: str, codec: str, allowed: bool) -> None:
     first, *_ = decode_audio(encoded(LOUD, form, codec, 48_000), SAMPLE_RATE, 30, 100)
     assert isinstance(first, DecodedWindow if allowed else AudioRefusal)
