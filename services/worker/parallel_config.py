@@ -89,6 +89,15 @@ class ParallelConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
         UpOption("How many", placed=True),
     ] = 1
 
+    share_weights: Annotated[
+        bool,
+        Meta(
+            description="Whether engines of one host that serve the same model on CPUs have its weights in memory "
+            "once: the first loads them, the others find them."
+        ),
+        UpOption("Capacity"),
+    ] = True
+
     def check_context_parallel(self, world_size: int, stages: int, refused: Mapping[str, object]) -> None:
         """Raises ValueError where an engine of `world_size` ranks in `stages` cannot share rows by context. `refused`:
         settings that do not go with it, each true where it is set."""

@@ -132,6 +132,7 @@ def _load_settings(
         group=group,
         shared_rows=config.shared_rows,
         context_rows=config.context_rows,
+        share_weights=config.share_weights,
     )
 
 

@@ -27,8 +27,8 @@ _CPU_INFO = Path("/proc/cpuinfo")
 def kept_peak(parts: tuple[object, ...], measure: Callable[[], int]) -> int:
     """The bytes that `measure` found with the same `parts` before, by this code on this kind of machine; else what it
     finds now. `parts` are told apart by their texts."""
-    folder = _folder()
-    path = folder / _key(parts)
+    folder = kept_folder("profiles")
+    path = folder / key_of(parts)
     with suppress(OSError, ValueError):
         found = int(path.read_text())
         if 0 < found < _MAX_BYTES:
@@ -42,12 +42,14 @@ def kept_peak(parts: tuple[object, ...], measure: Callable[[], int]) -> int:
     return found
 
 
-def _folder() -> Path:
+def kept_folder(name: str) -> Path:
+    """The folder of this name among those that this user's workers keep things in."""
     base = process_environment().get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "baton" / "profiles"
+    return (Path(base) if base else Path.home() / ".cache") / "baton" / name
 
 
-def _key(parts: tuple[object, ...]) -> str:
+def key_of(parts: tuple[object, ...]) -> str:
+    """Names the texts of `parts`, and with them the worker's code, its libraries and the machine."""
     libraries = torch.__version__, torch.get_num_threads(), platform.python_version(), platform.machine(), _processor()
     return sha256(repr((_code(), libraries, tuple(map(str, parts)))).encode()).hexdigest()[:32]
 

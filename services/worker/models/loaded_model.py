@@ -124,6 +124,8 @@ class LoadSettings:
     """Rows of the smallest step of which each rank has a share between products; None: all ranks have all rows."""
     context_rows: int | None = None
     """Rows of the smallest step that ranks with all weights each share by context; None: they share each layer."""
+    share_weights: bool = False
+    """Whether other processes of this host that load the same have one copy in memory with this one."""
 
     @property
     def layer_ranks(self) -> Communicator:

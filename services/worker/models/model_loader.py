@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from msgspec.structs import replace
@@ -62,8 +63,10 @@ from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.quantization.method import QuantizationMethod
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
+from services.worker.models.weight_sharing.sharing import shared_weights, sharing_key
 from services.worker.models.weights import DecoderWeights, MixtureMlp
 from services.worker.ops.interface import ExpertPacker, MovesExperts, Ops, PackedExperts
+from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.quantized import Scheme
 from services.worker.ops.torch_ops import TorchOps
 from shared.messages.model_card import PoolingCard
@@ -100,18 +103,18 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     if pooling is None and not generates:
         raise ModelError(f"{settings.folder}: there is no language model head, so it needs a pooling_type to serve")
     stage_bytes = _weight_bytes(settings, config, stage, dtype, method)
-    ranks, free = settings.layer_ranks.world_size, settings.platform.memory().free
+    memory = settings.platform.memory()
 
-    def check_fits(placements: tuple[ExpertPlacement, ...]) -> None:
+    def check_fits(placements: tuple[ExpertPlacement, ...] = (), room: int = memory.free) -> None:
         needed = engine_bytes(settings.experts, config, stage_bytes, placements, settings.group)
-        check_weights_fit(needed, dtype, ranks, free)
+        check_weights_fit(needed, dtype, settings.layer_ranks.world_size, room)
 
-    check_fits(())  # reads no file whole
+    check_fits(room=memory.total if settings.share_weights else memory.free)  # reads no file whole
     digest = digest_of(settings, config)
     experts = place_experts(settings.experts, config, digest, settings.communicator, settings.group)
-    check_fits(experts)
     decoder, classifier = _decoder(
-        settings, config, stage, TORCH_DTYPES[dtype], length, pooling, method, plugin, experts
+        *(settings, config, stage, TORCH_DTYPES[dtype], length, pooling, method, plugin, experts),
+        *(digest, partial(check_fits, experts)),
     )
     media = plugin is None and not settings.language_model_only
     media = media and takes_images(settings.folder, settings.load_format, settings.platform)
@@ -143,22 +146,34 @@ def _decoder(
     method: QuantizationMethod | None,
     plugin: PluginModel | None,
     experts: tuple[ExpertPlacement, ...],
+    digest: str,
+    check_fits: Callable[[], None],
 ) -> tuple[Decoder, ClassifierHead | None]:
-    """With the classification head on the last stage of a classifier."""
+    """With the classification head on the last stage of a classifier. `check_fits`: before weights are read."""
     expert_rank = None if settings.group is None else settings.group.place.in_group
     share = shard_of(config, settings.layer_ranks.rank, settings.layer_ranks.world_size, experts, expert_rank)
     with STARTUP.stage("kernels"):
         ops = create_ops(settings, dtype)
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method, plugin) as tensors:
-        if isinstance(tensors, Checkpoint | QuantizedCheckpoint):
-            load_weights(tensors.headers(), config, share, TorchOps(NOWHERE, dtype), NOWHERE, max_model_len, stage)
         packer = _packer(settings, ops, plugin) if settings.experts.moves and len(experts[0].ranks) > 1 else None
-        weights = load_weights(
-            *(tensors, config, share, ops, settings.device, max_model_len, stage),
-            quantization=code_of(settings),
-            counts_picks=settings.experts.counts and settings.communicator.rank == 0,
-            packer=packer,
-        )
+        counts = settings.experts.counts and settings.communicator.rank == 0
+
+        def load() -> DecoderWeights:
+            check_fits()
+            if isinstance(tensors, Checkpoint | QuantizedCheckpoint):
+                load_weights(tensors.headers(), config, share, TorchOps(NOWHERE, dtype), NOWHERE, max_model_len, stage)
+            return load_weights(
+                *(tensors, config, share, ops, settings.device, max_model_len, stage),
+                quantization=code_of(settings),
+                counts_picks=counts,
+                packer=packer,
+            )
+
+        if settings.share_weights and isinstance(ops, NativeOps) and packer is None and plugin is None:
+            parts = (digest, dtype, share, stage, max_model_len, settings.quantization, settings.load_format, counts)
+            weights = shared_weights(sharing_key(settings.folder, ops, *parts), ops, load)
+        else:
+            weights = load()
         head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
     decoder = _decoder_of(settings, config, weights, share, ops, plugin)
     if settings.shared_rows is not None:

@@ -7,6 +7,7 @@ import mmap
 import sys
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,33 @@ class PackedMatrix:
     zeros: Tensor | None = None
     offsets: Tensor | None = None
     """What `linear` points to beside `groups`, where those are codes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process has its tensors at other addresses."""
+        kinds = (self.linear.number, self.linear.code, self.linear.scaled, self.linear.digits, bool(self.linear.tiled))
+        held = (self.groups, self.bias, self.out, self.inputs, self.scales, self.zeros, self.offsets)
+        return _matrix_at, (*kinds, *held)
+
+
+def _matrix_at(
+    number: int,
+    code: int,
+    scaled: int,
+    digits: int,
+    tiled: bool,
+    groups: Tensor,
+    bias: Tensor | None,
+    out: int,
+    inputs: int,
+    scales: Tensor | None,
+    zeros: Tensor | None,
+    offsets: Tensor | None,
+) -> PackedMatrix:
+    linear = library.Linear(
+        *(number, out, inputs, groups.data_ptr(), address_of(bias), code, scaled),
+        *(address_of(scales), address_of(zeros), digits, address_of(offsets), tiled),
+    )
+    return PackedMatrix(linear, groups, bias, out, inputs, scales, zeros, offsets)
 
 
 class NativeKernels:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ class MatrixStack(NamedTuple):
     def out(self) -> int:
         """Outputs of each matrix."""
         return self.packed[0].out
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return stack_of, (self.packed,)
 
 
 def pack_stack(ops: NativeOps, stack: WeightStack, biases: Tensor | None = None) -> MatrixStack:

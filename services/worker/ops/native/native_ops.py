@@ -14,7 +14,8 @@ would have. (It does depend on the machine's instructions: AVX512-BF16 rounds ot
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 
 import torch
@@ -274,6 +275,15 @@ class NativeOps:
         """Each expert's matrices in the library's layout."""
         added = (None, None) if biases is None else biases
         return PackedExperts(NativeExperts(pack_stack(self, gate_up, added[0]), pack_stack(self, down, added[1])))
+
+    @contextmanager
+    def packing_into(self, arena: WeightArena) -> Iterator[None]:
+        """What is packed within the context lies in `arena`."""
+        own, self._arena = self._arena, arena
+        try:
+            yield
+        finally:
+            self._arena = own
 
     def expert_packer(self) -> NativeOps:
         """On a thread of its own, as that of steps is used by one job at a time."""
