@@ -16,7 +16,7 @@ _MIN_SHARED_BYTES = 64 << 10
 """Smaller tensors outside of the memory, as norms are, each process has for itself."""
 
 
-class _Placed(NamedTuple):
+class _SharedTensor(NamedTuple):
     """A tensor in the memory."""
 
     offset: int
@@ -25,7 +25,7 @@ class _Placed(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Copied(NamedTuple):
+class _OwnTensor(NamedTuple):
     """A tensor by its values."""
 
     content: bytes
@@ -38,16 +38,16 @@ class _TreePickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._arena = arena
 
-    def persistent_id(self, value: Any) -> _Placed | _Copied | None:
+    def persistent_id(self, value: Any) -> _SharedTensor | _OwnTensor | None:
         self._arena.check()
         if not isinstance(value, Tensor):
             return None
         offset, shape = self._arena.offset_of(value), tuple(value.shape)
         if offset is not None:
-            return _Placed(offset, value.dtype, shape, value.stride())
+            return _SharedTensor(offset, value.dtype, shape, value.stride())
         content = value.contiguous().reshape(-1).view(torch.uint8)
         if len(content) < _MIN_SHARED_BYTES:
-            return _Copied(content.numpy().tobytes(), value.dtype, shape)
+            return _OwnTensor(content.numpy().tobytes(), value.dtype, shape)
         return self.persistent_id(self._arena.take(len(content)).copy_(content).view(value.dtype).view(shape))
 
 
@@ -58,11 +58,11 @@ class _TreeUnpickler(pickle.Unpickler):
 
     def persistent_load(self, described: Any) -> Tensor:
         match described:
-            case _Placed(offset, dtype, shape, stride):
+            case _SharedTensor(offset, dtype, shape, stride):
                 last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
                 held = self._memory[offset : offset + (last + 1) * dtype.itemsize].view(dtype)
                 return held.as_strided(shape, stride, held.storage_offset())
-            case _Copied(content, dtype, shape):
+            case _OwnTensor(content, dtype, shape):
                 return torch.tensor(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
         raise pickle.UnpicklingError(f"{described!r} describes no tensor")
 
