@@ -19,6 +19,7 @@ import torch
 from services.worker.models.weight_sharing import holders, shared_arena, sharing
 from services.worker.models.weight_sharing.holders import holders_of
 from services.worker.models.weight_sharing.shared_arena import NotShared, SharedArena, open_sealed
+from services.worker.models.weight_sharing.tensor_tree import dump_tree, load_tree
 from tests.support.models.tiny_models import make_model
 from tests.support.paths import REPOSITORY
 from tests.support.worker.recorded_logits import last_logits, record_logits
@@ -198,6 +199,14 @@ def test_memory_is_free_once_nobody_has_the_weights() -> None:
     del piece
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
+
+
+def test_a_table_of_several_layers_is_there_once() -> None:
+    arena, table, norm = SharedArena(), torch.arange(1 << 16), torch.arange(4.0)
+    first, second, own = load_tree(dump_tree((table, table, norm), arena), arena.memory)
+    assert first.data_ptr() == second.data_ptr() == arena.memory.data_ptr()
+    assert torch.equal(second, table)
+    assert torch.equal(own, norm)
 
 
 @pytest.mark.parametrize("what", ["unsealed", "gone", "regular"])

@@ -37,6 +37,8 @@ class _TreePickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, arena: SharedArena) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._arena = arena
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
+        """By its id, a tensor of the tree, which several layers may have, and its copy in the arena."""
 
     def persistent_id(self, value: Any) -> _SharedTensor | _OwnTensor | None:
         self._arena.check()
@@ -48,7 +50,10 @@ class _TreePickler(pickle.Pickler):
         content = value.contiguous().reshape(-1).view(torch.uint8)
         if len(content) < _MIN_SHARED_BYTES:
             return _OwnTensor(content.numpy().tobytes(), value.dtype, shape)
-        return self.persistent_id(self._arena.take(len(content)).copy_(content).view(value.dtype).view(shape))
+        if id(value) not in self._moved:
+            copy = self._arena.take(len(content)).copy_(content).view(value.dtype).view(shape)
+            self._moved[id(value)] = value, copy
+        return self.persistent_id(self._moved[id(value)][1])
 
 
 class _TreeUnpickler(pickle.Unpickler):
