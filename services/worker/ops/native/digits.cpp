@@ -2,6 +2,7 @@
 #include "digits.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace {
 
@@ -18,7 +19,18 @@ using I = Sixteen<RegI>;
 // The greatest magnitude as bits, which are in order as numbers are; infinities and what is no number come last.
 template <class Item> uint32_t greatest_bits(const Item* x, int in) {
     I most = {};
-    for (int i = 0; i < in; i += kLanes) {
+    int i = 0;
+#if defined(BATON_AVX512)
+    if constexpr (std::is_same_v<Item, Bf16>) {
+        __m512i halves = _mm512_setzero_si512();
+        for (; i + 2 * kLanes <= in; i += 2 * kLanes)
+            halves = _mm512_max_epu16(halves, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi16(0x7fff)));
+        // The odd ones, and the even ones, as floats.
+        __m512i odd = _mm512_and_si512(halves, _mm512_set1_epi32(int(0xffff0000u)));
+        most.part[0] = (RegI)_mm512_max_epi32(odd, _mm512_slli_epi32(halves, 16));
+    }
+#endif
+    for (; i < in; i += kLanes) {
         U bits = bits_of(load_some(x + i, in - i));
         BATON_EACH {
             RegI size = (RegI)(bits.part[i_] & ~kSign);
@@ -38,23 +50,60 @@ I rounded(F x, float inverse) {
     return r;
 }
 
-BATON_INLINE void store_digits(int8_t* to, I digits) {
+// How many inputs become digits at once: a register of bytes.
+constexpr int kDigits = 64;
+constexpr int kParcels = kDigits / kLanes;
+
+// Stores 64 digits, and adds them to sums whose total is theirs.
 #if defined(BATON_AVX512)
-    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)digits.part[0]));
+BATON_INLINE void store_digits(int8_t* to, __m512i digits, I& sums) {
+    _mm512_storeu_si512(to, digits);
+#if defined(BATON_VNNI)
+    sums.part[0] = (RegI)_mm512_dpbusd_epi32((__m512i)sums.part[0], _mm512_set1_epi8(1), digits);
 #else
-    int32_t lanes[kLanes];
-    memcpy(lanes, &digits, sizeof lanes);
-    for (int i = 0; i < kLanes; ++i) to[i] = int8_t(lanes[i]);
+    __m512i pairs = _mm512_maddubs_epi16(_mm512_set1_epi8(1), digits);
+    sums.part[0] += (RegI)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#endif
+}
+#endif
+
+// Sixty-four whole numbers as bytes: their only digit, or the first and, where `second` is not null, the second.
+BATON_INLINE void store_whole(const I whole[kParcels], int8_t* first, int8_t* second, I sums[2]) {
+#if defined(BATON_AVX512)
+    // Two digits fit into 16 bits. Packing goes by quarters of registers: four bytes of each of the four are left in each.
+    auto words = [&](int i) { return _mm512_packs_epi32((__m512i)whole[i].part[0], (__m512i)whole[i + 1].part[0]); };
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i low = words(0), high = words(2);
+    if (second) {
+        const __m512i byte = _mm512_set1_epi16(0xff), half = _mm512_set1_epi16(128);
+        __m512i bytes = _mm512_packus_epi16(_mm512_and_si512(low, byte), _mm512_and_si512(high, byte));
+        store_digits(second, _mm512_permutexvar_epi32(order, bytes), sums[1]);
+        // What is left of the number without its low digit, which has a sign: at most 32,639 + 128.
+        low = _mm512_srai_epi16(_mm512_add_epi16(low, half), 8);
+        high = _mm512_srai_epi16(_mm512_add_epi16(high, half), 8);
+    }
+    store_digits(first, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high)), sums[0]);
+#else
+    int32_t lanes[kDigits], *totals = (int32_t*)sums;
+    memcpy(lanes, whole, sizeof lanes);
+    for (int i = 0; i < kDigits; ++i) {
+        if (second) totals[kLanes] += second[i] = int8_t(lanes[i]);
+        totals[0] += first[i] = int8_t(second ? (lanes[i] + 128) >> 8 : lanes[i]);
+    }
 #endif
 }
 
 void add(I& sums, I digits) { BATON_EACH sums.part[i_] = sums.part[i_] + digits.part[i_]; }
 
 int32_t total(I sums) {
+#if defined(BATON_AVX512)
+    return _mm512_reduce_add_epi32((__m512i)sums.part[0]);
+#else
     int32_t lanes[kLanes], all = 0;
     memcpy(lanes, &sums, sizeof lanes);
     for (int32_t lane : lanes) all += lane;
     return all;
+#endif
 }
 
 }  // namespace
@@ -64,32 +113,31 @@ template <class Item> void DigitRows::round_row(const Item* x, int in, int row) 
     float most, inverse = 0.0f, top = kGreatest[digits_ - 1];
     memcpy(&most, &bits, 4);
     auto* to = (int8_t*)items_.data() + row * digits_ * stride_;
-    int32_t* sums = sums_.data() + row * digits_;
     bool number = bits < kInfinity;
     scales_[row] = number ? 0.0f : __builtin_nanf("");
     if (number && most > kLeast) scales_[row] = most / top, inverse = top / most;
-    I first = {}, second = {}, segment = {};
-    for (int i = 0; i < stride_; i += kLanes, to += kLanes) {
-        I whole = inverse != 0.0f && i < in ? rounded(load_some(x + i, in - i), inverse) : I{};
-        if (segment_ && i < in) {
-            add(segment, whole);
-            if ((i + kLanes) % segment_ == 0) segment_sums_[row * segments_ + i / segment_] = total(segment), segment = {};
-        }
-        if (digits_ == 2) {
-            I low = whole;
-            // The low digit with its sign; what is left is a multiple of 256.
-            BATON_EACH {
-                low.part[i_] = (whole.part[i_] << 24) >> 24;
-                whole.part[i_] = (whole.part[i_] - low.part[i_]) >> 8;
-            }
-            store_digits(to + stride_, low);
-            add(second, low);
-        }
-        store_digits(to, whole);
-        add(first, whole);
+    if (inverse == 0.0f) {
+        memset(to, 0, size_t(digits_ * stride_));
+        std::fill_n(sums_.data() + row * digits_, digits_, 0);
+        std::fill_n(segment_sums_.data() + row * segments_, segments_, 0);
+        return;
     }
-    sums[0] = total(first);
-    if (digits_ == 2) sums[1] = total(second);
+    I segment = {}, sums[2] = {};
+    for (int i = 0; i < stride_; i += kDigits, to += kDigits) {
+        I whole[kParcels] = {};
+        if (i + kDigits <= in) {
+            for (int k = 0; k < kParcels; ++k) whole[k] = rounded(load(x + i + k * kLanes), inverse);
+        } else {
+            for (int k = 0; i + k * kLanes < in; ++k) whole[k] = rounded(load_some(x + i + k * kLanes, in - i - k * kLanes), inverse);
+        }
+        for (int k = 0; segment_ && k < kParcels && i + k * kLanes < in; ++k) {
+            add(segment, whole[k]);
+            int end = i + (k + 1) * kLanes;
+            if (end % segment_ == 0) segment_sums_[row * segments_ + end / segment_ - 1] = total(segment), segment = {};
+        }
+        store_whole(whole, to, digits_ == 2 ? to + stride_ : nullptr, sums);
+    }
+    for (int digit = 0; digit < digits_; ++digit) sums_[row * digits_ + digit] = total(sums[digit]);
 }
 
 void DigitRows::round(Pool& pool, const Rows& x, int in, int digits, int segment) {

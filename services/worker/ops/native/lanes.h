@@ -310,12 +310,21 @@ BATON_INLINE F kept(U sum) { return floats_of(sum); }
 BATON_INLINE void resume(F& sum, F kept) { sum = kept; }
 BATON_INLINE void resume(U& sum, F kept) { sum = bits_of(kept); }
 
+// Has weights read before whatever is read in this way after them: compilers put loads into another order, in which memory's
+// own prefetcher loses the thread. One row of int8 with two digits takes 3 to 5% longer without (Zen 4).
+template <class Weights> BATON_INLINE void read_in_order(Weights&) {}
+#if defined(BATON_AVX512)
+BATON_INLINE void read_in_order(U& weights) { asm volatile("" : "+v"(weights.part[0])); }
+BATON_INLINE void read_in_order(F& weights) { asm volatile("" : "+v"(weights.part[0])); }
+#endif
+
 // How a kind of number is stored and multiplied. A step is one load of 16 lanes of weights: four bytes of each lane (VNNI's
 // layout), two bf16 numbers (AVX512-BF16's), or one float.
 struct Half {
     using Item = Bf16;
     using Sum = F;
     static constexpr int kItems = 2;
+    static BATON_INLINE F first_sum(const int32_t*, int) { return zeros(); }
     static BATON_INLINE U broadcast(const Bf16* x) {
         uint32_t pair;
         memcpy(&pair, x, 4);
@@ -341,6 +350,7 @@ struct Single {
     using Item = float;
     using Sum = F;
     static constexpr int kItems = 1;
+    static BATON_INLINE F first_sum(const int32_t*, int) { return zeros(); }
     static BATON_INLINE F broadcast(const float* x) { return all(*x); }
     static BATON_INLINE F weights(const float* w) { return load(w); }
     static BATON_INLINE F multiply(F sum, F w, F x) { return fma(w, x, sum); }
@@ -364,6 +374,8 @@ struct Quad {
     using Item = int8_t;
     using Sum = U;
     static constexpr int kItems = 4;
+    // Less what weights are stored above their value: 128 times the sum of the row's items.
+    static BATON_INLINE U first_sum(const int32_t* row_sums, int row) { return all_bits(0u - (uint32_t(row_sums[row]) << 7)); }
 #if defined(BATON_VNNI)
     static BATON_INLINE U broadcast(const int8_t* x) {
         uint32_t quad;

@@ -12,8 +12,9 @@ namespace {
 // Steps of a block: 6 rows of 512 steps are 12 kB, which stay in the first-level cache (32 kB or more) while the
 // weights, 128 kB for a group, are read again from the second level (1 MB or more) for each tile of rows.
 constexpr int kBlockSteps = 512;
-// Rows of a block. A group's weights come from memory once for each block of rows, its sums (24 kB) stay in cache.
-constexpr int kBlockRows = 96;
+// Rows of a block at most, those of digits counted. A group's weights come from memory once for each block of rows, its sums
+// (32 kB) stay in cache.
+constexpr int kBlockRows = 128;
 
 struct Product {
     Rows x;
@@ -53,6 +54,14 @@ template <int R, int C> struct Sums {
 template <int R, int C> BATON_INLINE void keep(F* to, const Sums<R, C>& sums) {
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) to[r * kGroupColumns + c] = sums.at[r][c];
+}
+template <int R, int C> BATON_INLINE void resume(const F* kept, Sums<R, C>& sums) {
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) sums.at[r][c] = kept[r * kGroupColumns + c];
+}
+template <int R, int C> BATON_INLINE void clear(Sums<R, C>& sums) {
+    for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) sums.at[r][c] = zeros();
 }
 
 template <class Item, int R, int C>
@@ -102,18 +111,22 @@ template <int R, int C> BATON_INLINE void write_floats(const Product& p, int row
 // Whether a kind multiplies rows that were rounded to its items.
 template <class Kind> constexpr bool kRounds = std::is_same_v<Kind, Quad>;
 
-// What the sums of whole numbers stand for: `row` is the first in x, R its digits and those of the rows behind it.
-template <int Digits, int R, int C>
+// What the sums of whole numbers stand for: `row` is the first in x, R its digits and those of the rows behind it. kExcess:
+// sums began with zeros, not with Quad::first_sum.
+template <int Digits, bool kExcess, int R, int C>
 BATON_INLINE Sums<R / Digits, C> numbers_of(const Product& p, int64_t row, const float* weight_scales, const Sums<R, C>& sums) {
     Sums<R / Digits, C> numbers;
     for (int r = 0; r < R / Digits; ++r)
         for (int c = 0; c < C; ++c) {
             F number = zeros();
             for (int digit = 0; digit < Digits; ++digit) {
-                // Weights are 128 more than what they stand for.
-                U excess = all_bits(uint32_t(p.rounded->sums(row + r)[digit]) << 7), sum = bits_of(sums.at[r * Digits + digit][c]);
+                U sum = bits_of(sums.at[r * Digits + digit][c]);
                 Sixteen<RegI> whole;
-                BATON_EACH whole.part[i_] = (RegI)(sum.part[i_] - excess.part[i_]);
+                BATON_EACH whole.part[i_] = (RegI)sum.part[i_];
+                if constexpr (kExcess) {
+                    U first = Quad::first_sum(p.rounded->sums(row + r), digit);
+                    BATON_EACH whole.part[i_] = (RegI)(sum.part[i_] + first.part[i_]);
+                }
                 number = digit ? fma(number, all(256.0f), floats_of(whole)) : floats_of(whole);
             }
             numbers.at[r][c] = number * (all(*p.rounded->scales(row + r)) * load(weight_scales + c * kLanes));

@@ -51,19 +51,28 @@ BATON_INLINE void multiply_tile(const typename Kind::Item* const x[Rows], const 
         for (int c = 0; c < Columns; ++c) sums[r][c] = sum[r][c];
 }
 
-// The same for rows `stride` items apart and columns that lie side by side in steps of kStep items. A function of its own
-// with few arguments: inlined among others, compilers run out of registers and keep weights on the stack. Eight steps
-// unrolled have GCC read weights across steps, out of the order they lie in: memory's own prefetcher loses the thread, and
-// one row of int8 with two digits reads 22 GB/s instead of 28 (measured on Zen 4).
-template <class Kind, int Rows, int Columns, int kStep>
-__attribute__((noinline)) void multiply_panel(const typename Kind::Item* x, int64_t stride, const typename Kind::Item* w,
-                                              int steps, Ahead ahead, F sums[Rows][Columns]) {
+// The same for rows `stride` items apart and columns that lie side by side in steps of kStep items; unless kResumed, sums begin
+// with what `row_sums`, of each row, make them (Kind::first_sum). A function of its own with few arguments: inlined among
+// others, compilers run out of registers and keep weights on the stack. Eight steps unrolled have GCC read weights across steps,
+// out of the order they lie in: memory's own prefetcher loses the thread, and one row of int8 with two digits reads 22 GB/s
+// instead of 28 (measured on Zen 4).
+template <class Kind, int Rows, int Columns, int kStep, bool kResumed>
+__attribute__((noinline)) void multiply_panel(const typename Kind::Item* x, int64_t stride, const typename Kind::Item* w, int steps,
+                                              Ahead ahead, const int32_t* row_sums, F sums[Rows][Columns]) {
     typename Kind::Sum sum[Rows][Columns];
-    for (int r = 0; r < Rows; ++r)
-        for (int c = 0; c < Columns; ++c) resume(sum[r][c], sums[r][c]);
+    for (int r = 0; r < Rows; ++r) {
+        if constexpr (!kResumed) sum[r][0] = Kind::first_sum(row_sums, r);
+        for (int c = 0; c < Columns; ++c) {
+            if constexpr (kResumed) resume(sum[r][c], sums[r][c]);
+            else sum[r][c] = sum[r][0];
+        }
+    }
     auto step = [&] {
         decltype(Kind::weights(w)) weights[Columns];
-        for (int c = 0; c < Columns; ++c) weights[c] = Kind::weights(w + c * kLanes * Kind::kItems);
+        for (int c = 0; c < Columns; ++c) {
+            weights[c] = Kind::weights(w + c * kLanes * Kind::kItems);
+            if constexpr (Rows <= 2) read_in_order(weights[c]);
+        }
         for (int r = 0; r < Rows; ++r) {
             auto factor = Kind::broadcast(x + r * stride);
             for (int c = 0; c < Columns; ++c) sum[r][c] = Kind::multiply(sum[r][c], weights[c], factor);

@@ -199,8 +199,8 @@ template <class Kind> void finish_rows(const Product& p, const Block& block, con
         if constexpr (kRounds<Kind>) {
             int64_t x_row = p.first + block.row + row;
             const float* scales = p.linear.scales + block.group * kGroupOutputs;
-            if (p.digits() == 1) finish<Kind>(p, block, row, 0, numbers_of<1>(p, x_row, scales, kept_sums<1>(tiles, kept, row)));
-            else finish<Kind>(p, block, row, 0, numbers_of<2>(p, x_row, scales, kept_sums<2>(tiles, kept, row)));
+            if (p.digits() == 1) finish<Kind>(p, block, row, 0, numbers_of<1, true>(p, x_row, scales, kept_sums<1>(tiles, kept, row)));
+            else finish<Kind>(p, block, row, 0, numbers_of<2, true>(p, x_row, scales, kept_sums<2>(tiles, kept, row)));
         } else {
             finish<Kind>(p, block, row, 0, kept_sums<1>(tiles, kept, row));
         }
