@@ -243,11 +243,11 @@ template <class Kind, Code code> void run_coded_block(const Product& p, const Bl
 }
 
 bool is_gated(const Product& p) { return p.target.kind == Out::kGated; }
-// 64 rows of two digits are one block, as 64 of bf16 are, so that their weights come from memory once: 0.4 to 1% less time than
-// as two (Zen 4). More rows of numbers in a block were not faster (ADR 158).
+// 64 rows of two digits are one block, as 64 of bf16 are, so that weights of a byte come from memory once: 0.4 to 1% less time
+// than as two, where half bytes took 12% more (Zen 4). More rows of numbers in a block were not faster (ADR 158).
 constexpr int kNumberRows = 96;
 int row_blocks_of(const Product& p) {
-    int most = p.digits() == 2 && !p.linear.tiled ? kBlockRows / 2 : kNumberRows / p.digits();
+    int most = p.linear.code == Code::kQuad && p.digits() == 2 && !p.linear.tiled ? kBlockRows / 2 : kNumberRows / p.digits();
     return (p.x.count + most - 1) / most;
 }
 int column_blocks_of(const Product& p) { return groups_of(p.linear.out) / (is_gated(p) ? 2 : 1); }
