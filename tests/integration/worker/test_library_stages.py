@@ -25,7 +25,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
         yield ranks
 
 
-@pytest.mark.parametrize("architecture", [each for each in ARCHITECTURES if each not in ONE_STAGE])
+@pytest.mark.parametrize("architecture", [*(each for each in ARCHITECTURES if each not in ONE_STAGE), "Exaone4_5_"])
 def test_three_stages_say_what_the_library_does(architecture: str, ranks: RankProcesses, tmp_path: Path) -> None:
     """Chunked prompts and decodes in one batch; of three layers each stage has one."""
     model = library_model(architecture, tmp_path)
