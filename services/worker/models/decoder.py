@@ -157,6 +157,8 @@ class Decoder:
         that has a pass of its own."""
         if type(self).forward is not Decoder.forward and self._config.plugin is not None:
             raise ModelError(f"the package of this model, {self._config.plugin}, computes its hidden states by itself")
+        if self._config.residual_normed:
+            raise ModelError("layers of this model pass normed rows on: what goes into a layer is not kept")
         self._taps = layers
         if self._native is not None:
             self._native.use_taps(layers)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.models.config import LightningConfig, ModelConfig
+from services.worker.models.config import ModelConfig, ResidualScales
 from services.worker.models.weights import (
     DecoderWeights,
     DenseMlp,
@@ -244,6 +244,7 @@ class NativeDecoder:
             logits_softcap=config.logits_softcap or 0.0,
             embedding_scale=rounded,
             residual_scale=1.0 if config.residual_scale is None else config.residual_scale,
+            residual_normed=config.residual_normed,
             logits_divisor=1.0 if config.logits_divisor is None else config.logits_divisor,
             embedding=address_of(self._embedding),
         )
@@ -254,7 +255,7 @@ def native_decoder(
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for a share of the experts,
     attention and mixers that the library does not know, sparse attention, drafters' layers with latent attention,
-    post norms among multipliers, layers that norm what they give alone, shared blocks, and lightning attention.
+    post norms among multipliers, layers that norm what they give alone, and shared blocks.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps):
@@ -267,9 +268,7 @@ def native_decoder(
         return None
     if config.multipliers is not None and config.post_norms:
         return None
-    if config.shared is not None or isinstance(config.states, LightningConfig):
-        return None
-    if any(each.norms_outputs for each in config.layers):
+    if config.shared is not None or any(each.norms_outputs for each in config.layers):
         return None
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
     if any(each.experts.local is not None for each in mixtures):
@@ -309,7 +308,6 @@ def _states(layer: LayerWeights) -> library.DecoderStates | None:
     mixer = None if layer.mixer is None else described_mixer(layer.mixer)
     if mixer is None:
         return None
-    assert layer.split_norm is None, "the model is whole"
     between = None if layer.selective is None else ctypes.pointer(_selective(layer.selective))
     gates = layer.gates
     made = None if gates is None else library.DecoderGates(_linear(gates.rates), _linear(gates.outputs))
@@ -318,6 +316,8 @@ def _states(layer: LayerWeights) -> library.DecoderStates | None:
         steps=_linear(layer.steps),
         selective=between,
         gates=None if made is None else ctypes.pointer(made),
+        norm=address_of(layer.split_norm),
+        eps=mixer.eps,
     )
 
 
@@ -362,6 +362,7 @@ def _layer(
 ) -> library.DecoderLayer:
     gate_up, down, _ = _mlp_matrices(layer)
     inputs, output = layer.scales or (None, 1.0)
+    before, behind = layer.residual or (ResidualScales(), ResidualScales())
     ups, down_scale = (layer.mlp.scales if isinstance(layer.mlp, DenseMlp) else None) or (None, 1.0)
     return library.DecoderLayer(
         input_norm=address_of(layer.input_norm),
@@ -383,9 +384,11 @@ def _layer(
         latent=None if latent is None else ctypes.pointer(latent),
         input_scales=address_of(inputs),
         up_scales=address_of(ups),
-        output_scale=output,
-        down_scale=down_scale,
+        output_scale=output * before.added,
+        down_scale=down_scale * behind.added,
         beside=layer.beside,
+        output_kept=before.kept,
+        mlp_kept=behind.kept,
     )
 
 

@@ -13,6 +13,7 @@ from services.worker.models.config import (
     DeltaConfig,
     LatentConfig,
     LayerConfig,
+    LightningConfig,
     Mixture,
     ModelConfig,
     SelectiveConfig,
@@ -39,6 +40,7 @@ from services.worker.ops.interface import DeltaNet, Routing, SelectiveSpace, Sho
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.quantized import ExpertBiases, QuantizedStack, Scheme, WeightStack, quantize, stack_outputs
 from tests.support.worker.native_batches import random
+from tests.support.worker.state_spaces import lightning
 
 
 class SeededWeights:
@@ -97,6 +99,8 @@ class SeededWeights:
                 skip=self.tensor(heads),
                 step_bias=self.tensor(heads) - 1,
             )
+        if isinstance(states, LightningConfig):
+            return lightning(heads, states.head_dim)
         channels = states.conv_dim
         net = DeltaNet(
             *(heads, states.head_dim, states.groups, states.state_dim),
@@ -173,12 +177,14 @@ def seeded_decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype, sche
             gate=made.linear(heads * dim, hidden, False) if config.gated_attention else None,
             beside=at.beside,
             scales=mixer_scales(config, share, has_state=at.has_state),
+            residual=at.residual,
         )
 
     def with_states(number: int, layer: LayerWeights) -> LayerWeights:
         states = config.states
         if states is None or not config.layers[number].has_state:
             return layer
+        light = isinstance(states, LightningConfig)
         split = 2 * states.heads if number == 1 and isinstance(states, DeltaConfig) else 0
         rank = states.gate_rank if isinstance(states, DeltaConfig) else None
         split = split if rank is None else split // 2
@@ -190,7 +196,8 @@ def seeded_decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype, sche
             mixer=made.mixer(states),
             selective=made.selective(states) if isinstance(states, SelectiveConfig) else None,
             gates=made.gates(states, rank) if isinstance(states, DeltaConfig) and rank is not None else None,
-            gate=None,
+            gate=made.linear(states.inner, hidden, False) if light else None,
+            split_norm=made.norm(states.inner) if light else None,
         )
 
     def over_latents(layer: LayerWeights) -> LayerWeights:

@@ -35,7 +35,9 @@ class StateMixing:
         mixed = self._mix(projected, mixer, states, meta)
         if layer.split_norm is not None:
             assert isinstance(mixer, StateSpace)
-            mixed = self._normed_over_ranks(mixed, layer.split_norm, mixer.eps)
+            alone = self._communicator.world_size == 1
+            normed = self._ops.rms_norm if alone else self._normed_over_ranks
+            mixed = normed(mixed, layer.split_norm, mixer.eps)
         return mixed if layer.gate is None else self._ops.sigmoid_gated(mixed, self._ops.linear(x, layer.gate))
 
     def _selected(

@@ -38,7 +38,7 @@ bool Decoder::run(const Forward& forward) {
     adapted_ = forward.adapters ? forward.adapters->tables : nullptr;
     slots_ = forward.adapters ? forward.adapters->slots : nullptr;
     if (!begin(forward)) return false;
-    norm_residual(layers_[0].input_norm, rows);
+    norm_residual(layers_[0].input_norm, rows, layers_[0].output_kept);
     for (int i = 0; i < config_.layers; ++i) {
         const auto& layer = layers_[i];
         bool last = i + 1 == config_.layers;
@@ -55,7 +55,8 @@ bool Decoder::run(const Forward& forward) {
         if (!every && forward.logits == 0) return true;
         if (!every && forward.logits < rows) pick(forward), rows = forward.logits;
         add_output(mixed(rows), layer.output, layer.attention_post_norm, kAdaptedOfLayer * i + kOutput, layer.output_scale, layer.beside);
-        mlp(layer, i, rows, last ? config_.final_norm : layers_[i + 1].input_norm, forward.inputs);
+        mlp(layer, i, rows, forward.inputs);
+        last ? norm_residual(config_.final_norm, rows) : norm_residual(layers_[i + 1].input_norm, rows, layers_[i + 1].output_kept);
     }
     if (forward.ends_every_row(config_.layers)) {
         forward.taps ? tap(forward, config_.layers) : give_features(forward);
@@ -121,32 +122,6 @@ void Decoder::join(const Forward& forward) {
         norm(pool_, residual(rows), nullptr, 0, what, Number::kSingle, residual_.data(), residual_.stride);
 }
 
-// Keeps the residual in front of a layer where it is asked for; behind the last one for their number.
-void Decoder::tap(const Forward& forward, int layer) {
-    for (int tap = 0; tap < forward.tap_count; ++tap) {
-        if (forward.taps[tap] != layer) continue;
-        for (int i = 0; i < forward.batch.rows; ++i)
-            memcpy(forward.features + (int64_t(i) * forward.tap_count + tap) * config_.hidden,
-                   (float*)residual_.data() + i * residual_.stride, size_t(config_.hidden) * 4);
-    }
-}
-
-// What joins the residual behind a layer, whose MLP has normed its input already. Not behind the last one, whose rows may
-// be picked.
-void Decoder::add_level(const Inputs& inputs, int layer) {
-    for (int i = 0; i < inputs.count; ++i) {
-        const float* from = inputs.level(i, layer + 1, config_.hidden);
-        float* to = (float*)residual_.data() + inputs.rows[i] * residual_.stride;
-        for (int c = 0; c < config_.hidden; ++c) to[c] += from[c];
-    }
-}
-
-void Decoder::norm_residual(const float* weight, int rows) {
-    if (!weight) return;
-    Rows x{residual_.data(), Number::kSingle, residual_.stride, rows};
-    norm(pool_, x, nullptr, 0, {weight, config_.eps, config_.hidden}, config_.number, normed_.data(), normed_.stride);
-}
-
 // From the normed rows to the mixed values; keys and values are in the cache then.
 void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x) {
     int rows = x.count, first = kAdaptedOfLayer * index, width = config_.heads * config_.head_dim;
@@ -163,10 +138,14 @@ void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int i
            {queries_.data(), queries_.stride, config_.heads, config_.attention_scale, layer.window, config_.attention_softcap,
             mixed_.data(), mixed_.stride, layer.sinks},
            forward.of_layer(index), cache, plan(forward.batch, layer.window));
-    if (!layer.gate.groups) return;
-    auto* gates = (float*)gates_.fit(rows, width, 4);
-    multiply_adapted(x, layer.gate, first + kGate, gates, gates_.stride);
-    gate_by(pool_, gates, gates_.stride, width, config_.number, mixed_.data(), mixed_.stride, rows);
+    if (layer.gate.groups) gate_mixed(layer, index, x, width);
+}
+
+// How much is taken of the mixed values, in the weights' type, by a product of the rows that they were made of.
+void Decoder::gate_mixed(const DecoderLayer& layer, int index, const Rows& x, int width) {
+    auto* gates = (float*)gates_.fit(x.count, width, 4);
+    multiply_adapted(x, layer.gate, kAdaptedOfLayer * index + kGate, gates, gates_.stride);
+    gate_by(pool_, gates, gates_.stride, width, config_.number, mixed_.data(), mixed_.stride, x.count);
 }
 
 // The same over latents: queries are multiplied with what makes keys of these, and what attention gives with what makes values.
@@ -234,18 +213,33 @@ void Decoder::multiply_heads(const Linear* linears, int rows, const float* from,
 
 // From the normed rows to what a mixer makes of them; their sequences' states are in the cache then.
 void Decoder::mix_states(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x) {
-    const auto& [mixer, steps, selective, gates] = *layer.states;
+    const DecoderStates& states = *layer.states;
+    const StateMixer& mixer = states.mixer;
+    const Linear& steps = states.steps;
+    const DecoderGates* gates = states.gates;
     int first = kAdaptedOfLayer * index, width = layer.qkv.out + (steps.groups ? steps.out : 0), before = gates ? mixer.inner() : 0;
     if (gates) width = before + std::max(width, mixer.channels() + mixer.shared() + mixer.heads);
     auto* projected = (float*)qkv_.fit(x.count, width, 4);
     multiply_adapted(x, layer.qkv, first + kQkv, projected + before, qkv_.stride, layer.input_scales);
-    if (selective) return select_states(layer, forward, index, projected);
+    if (states.selective) return select_states(layer, forward, index, projected);
     if (steps.groups) multiply_adapted(x, steps, first + kSteps, projected + before + layer.qkv.out, qkv_.stride);
     if (gates) make_gates(layer, projected, x.count);
-    auto* out = (float*)mixed_.fit(x.count, mixer.inner(), 4);
+    Buffer& to = states.norm ? selected_ : mixed_;
+    auto* out = (float*)to.fit(x.count, mixer.inner(), 4);
     mixed_number_ = Number::kSingle;
     StateCache cache{(float*)forward.keys[index], (float*)forward.values[index]};
-    ::mix_states(pool_, {projected, qkv_.stride, forward.state_slots, out, mixed_.stride}, forward.batch, mixer, cache);
+    ::mix_states(pool_, {projected, qkv_.stride, forward.state_slots, out, to.stride}, forward.batch, mixer, cache);
+    if (states.norm) norm_mixed(layer, x.count);
+    if (layer.gate.groups) gate_mixed(layer, index, x, mixer.inner());
+}
+
+// What a mixer without a norm of its own gave, into the weights' type.
+void Decoder::norm_mixed(const DecoderLayer& layer, int rows) {
+    const DecoderStates& states = *layer.states;
+    int width = states.mixer.inner();
+    mixed_.fit(rows, width, size_), mixed_number_ = config_.number;
+    Rows from{selected_.data(), Number::kSingle, selected_.stride, rows};
+    norm(pool_, from, nullptr, 0, {states.norm, states.eps, width}, config_.number, mixed_.data(), mixed_.stride);
 }
 
 // Of what a delta net by element is given, the gates before what its convolution sees, and the time steps behind that.
@@ -282,7 +276,8 @@ void Decoder::select_states(const DecoderLayer& layer, const Forward& forward, i
 
 // Of what a selective space is given, all but what its convolution made: gates before it, B, C and time steps behind it.
 void Decoder::fill_rows(const DecoderLayer& layer, int index, const float* projected, int rows) {
-    const auto& [mixer, _, selective, none] = *layer.states;
+    const StateMixer& mixer = layer.states->mixer;
+    const DecoderSelective* selective = layer.states->selective;
     int first = kAdaptedOfLayer * index, channels = mixer.heads, dim = mixer.state_dim, rank = selective->steps.in;
     auto* given = (float*)selected_.data();
     auto* made = (float*)made_.fit(rows, rank + 2 * dim, 4);
@@ -365,59 +360,13 @@ void Decoder::adapt(int adapted, const Rows& x, float* to, int64_t stride) {
     if (adapts(adapted)) add_low_rank(pool_, x, *adapted_[adapted], slots_, to, stride);
 }
 
-// residual += x * linear, normed and scaled first where the model says so, with what the layer beside gave.
-void Decoder::add_output(const Rows& x, const Linear& linear, const float* post_norm, int adapted, float scale, bool beside) {
-    // With what adapters add, sums come before the residual, as by single operations.
-    if (!post_norm && !adapts(adapted) && config_.residual_scale == 1 && scale == 1 && !beside)
-        return multiply(pool_, x, linear, {Out::kAdded, config_.activation, residual_.data(), residual_.stride});
-    auto* output = (float*)output_.data();
-    multiply_adapted(x, linear, adapted, output, output_.stride);
-    norm_output(x.count, post_norm);
-    if (scale != 1 || beside)
-        each_row(pool_, x.count, [&](int row) {
-            float* to = output + row * output_.stride;
-            for (int i = 0; i < config_.hidden; ++i) to[i] *= scale;
-            if (!beside) return;
-            const float* other = (float*)beside_.data() + row * beside_.stride;
-            for (int i = 0; i < config_.hidden; ++i) to[i] += other[i];
-        });
-    add_rows(x.count, nullptr);
-}
-
-// What the layer beside the next one gives, in `beside_`.
-void Decoder::keep_output(const DecoderLayer& layer, int index, int rows) {
-    auto* kept = (float*)beside_.fit(rows, config_.hidden, 4);
-    multiply_adapted(mixed(rows), layer.output, kAdaptedOfLayer * index + kOutput, kept, beside_.stride);
-    each_row(pool_, rows, [&](int row) {
-        for (int i = 0; i < config_.hidden; ++i) kept[row * beside_.stride + i] *= layer.output_scale;
-    });
-}
-
-void Decoder::norm_output(int rows, const float* post_norm) {
-    if (!post_norm) return;
-    Rows out{output_.data(), Number::kSingle, output_.stride, rows};
-    norm(pool_, out, nullptr, 0, {post_norm, config_.eps, config_.hidden}, Number::kSingle, output_.data(), output_.stride);
-}
-
-// residual += output, normed and scaled first where the model says so.
-void Decoder::add_rows(int rows, const float* post_norm) {
-    norm_output(rows, post_norm);
-    float* residual = (float*)residual_.data();
-    const float* from = (const float*)output_.data();
-    float scale = config_.residual_scale;
-    pool_.run(rows, [&](int row, int) {
-        for (int i = 0; i < config_.hidden; ++i) residual[row * residual_.stride + i] += from[row * output_.stride + i] * scale;
-    });
-}
-
-void Decoder::mlp(const DecoderLayer& layer, int index, int rows, const float* following_norm, const Inputs* inputs) {
-    if (!layer.mlp_norm) return norm_residual(following_norm, rows);
-    norm_residual(layer.mlp_norm, rows);
+void Decoder::mlp(const DecoderLayer& layer, int index, int rows, const Inputs* inputs) {
+    if (!layer.mlp_norm) return;
+    norm_residual(layer.mlp_norm, rows, layer.mlp_kept);
     layer.mixture ? mix_rows(layer, index, rows) : gate_rows(layer, index, rows);
     if (inputs && index < inputs->levels) add_level(*inputs, index);
-    if (layer.mixture) add_rows(rows, layer.mlp_post_norm);
+    if (layer.mixture) add_rows(rows, layer.mlp_post_norm, layer.down_scale);
     else add_output(rows_of(gated_, rows), layer.down, layer.mlp_post_norm, kAdaptedOfLayer * index + kDown, layer.down_scale);
-    norm_residual(following_norm, rows);
 }
 
 // From the normed rows to what `down` is multiplied with.

@@ -46,6 +46,8 @@ struct DecoderStates {
     // Of a delta net by element, whose `qkv` gives what its convolution sees, what rates and gates are made of, and, unless
     // `steps` does, how much is written; else null. No adapters change it.
     const DecoderGates* gates;
+    const float* norm;                  // [heads * head_dim] behind the mixer, before the layer's gate; null: it has its own, if any
+    float eps;                          // of it
 };
 
 // Latent attention in the place of a layer's usual one; services.worker.models.latent.attention says what is multiplied.
@@ -75,7 +77,8 @@ struct DecoderLayer {
     const float* mlp_post_norm;
     const float* cos_sin;
     Linear qkv;  // of a mixer with states all that it is given, but for its `steps`
-    Linear gate;  // the sigmoid of its product is how much of attention's output is taken; `groups` is null: all of it
+    Linear gate;  // the sigmoid of its product is how much is taken of what attention, or a normed mixer, gives; `groups` is
+                  // null: all of it
     Linear output;
     Linear gate_up;
     Linear down;
@@ -93,6 +96,9 @@ struct DecoderLayer {
     float output_scale;
     float down_scale;
     int beside;  // 1: it reads what the layer before reads, whose output joins the residual with this one's
+    // What the residual is multiplied by before what `output` gives, and what the MLP gives, joins it.
+    float output_kept;
+    float mlp_kept;
 };
 
 struct DecoderConfig {
@@ -112,6 +118,7 @@ struct DecoderConfig {
     float logits_softcap;     // 0: none
     float embedding_scale;
     float residual_scale;  // what outputs are multiplied by before they join the residual
+    int residual_normed;   // 1: they join the normed rows that were read, and not these before their norm
     float logits_divisor;
     const void* embedding;  // [vocab, hidden]; null where it is codes
     Linear coded_embedding;  // the same as packed codes, not scaled by `embedding_scale`, which is 1 then; `groups` is null elsewhere
@@ -204,6 +211,8 @@ class Decoder {
     void multiply_heads(const Linear* linears, int rows, const float* from, int from_width, float* to, int64_t to_stride, int to_width);
     void mix_states(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
     void select_states(const DecoderLayer& layer, const Forward& forward, int index, const float* projected);
+    void norm_mixed(const DecoderLayer& layer, int rows);
+    void gate_mixed(const DecoderLayer& layer, int index, const Rows& x, int width);
     void fill_rows(const DecoderLayer& layer, int index, const float* projected, int rows);
     void make_gates(const DecoderLayer& layer, float* projected, int rows);
     void multiply_adapted(const Rows& x, const Linear& linear, int adapted, float* to, int64_t stride, const float* scales = nullptr);
@@ -212,18 +221,19 @@ class Decoder {
     void tap(const Forward& forward, int layer);
     void give_features(const Forward& forward);
     void pick_last(const Forward& forward);
-    void mlp(const DecoderLayer& layer, int index, int rows, const float* following_norm, const Inputs* inputs);
+    void mlp(const DecoderLayer& layer, int index, int rows, const Inputs* inputs);
     void gate_rows(const DecoderLayer& layer, int index, int rows);
     void mix_rows(const DecoderLayer& layer, int index, int rows);
     void add_shared(const DecoderLayer& layer, int index, int rows);
     void add_level(const Inputs& inputs, int layer);
     void add_output(const Rows& x, const Linear& linear, const float* post_norm, int adapted, float scale, bool beside = false);
-    void add_rows(int rows, const float* post_norm);
+    void add_rows(int rows, const float* post_norm, float scale = 1);
     void norm_output(int rows, const float* post_norm);
     void keep_output(const DecoderLayer& layer, int index, int rows);
     bool adapts(int adapted) const { return adapted_ && adapted_[adapted]; }
     void adapt(int adapted, const Rows& x, float* to, int64_t stride);
-    void norm_residual(const float* weight, int rows);
+    void norm_residual(const float* weight, int rows, float kept = 1);
+    void keep_residual(int rows, float kept);
     void logits(const Forward& forward);
     const AttentionPlan& plan(const Batch& batch, int window);
     Rows rows_of(Buffer& buffer, int count) { return {buffer.data(), config_.number, buffer.stride, count}; }

@@ -14,7 +14,7 @@ from services.worker.ops.native.mixer_structures import NativeStateCache as Nati
 from services.worker.ops.native.mixer_structures import NativeStateMixer as NativeStateMixer
 from services.worker.ops.native.mixer_structures import StoreLatents as StoreLatents
 
-VERSION = 32
+VERSION = 34
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -250,6 +250,8 @@ class DecoderStates(Structure):
         ("steps", Linear),
         ("selective", POINTER(DecoderSelective)),
         ("gates", POINTER(DecoderGates)),
+        ("norm", c_void_p),
+        ("eps", c_float),
     )
 
 
@@ -296,6 +298,8 @@ class DecoderLayer(Structure):
         ("output_scale", c_float),
         ("down_scale", c_float),
         ("beside", c_int),
+        ("output_kept", c_float),
+        ("mlp_kept", c_float),
     )
 
 
@@ -319,6 +323,7 @@ class DecoderConfig(Structure):
         ("logits_softcap", c_float),
         ("embedding_scale", c_float),
         ("residual_scale", c_float),
+        ("residual_normed", c_int),
         ("logits_divisor", c_float),
         ("embedding", c_void_p),
         ("coded_embedding", Linear),

@@ -14,10 +14,13 @@ from services.worker.models.config import (
     DeltaConfig,
     LatentConfig,
     LayerConfig,
+    LightningConfig,
     MambaConfig,
     Mixture,
     ModelConfig,
+    ModelError,
     Multipliers,
+    ResidualScales,
     SelectiveConfig,
 )
 from services.worker.models.rope import PlainRope
@@ -171,7 +174,26 @@ UNGATED = structs.replace(
     states=SPACES.states,
 )
 """As Nemotron-H's."""
-WITH_STATES = (DELTA, SPACES, MAMBA, CONVOLUTIONS, SELECTIVE, MAMBA1, BESIDE, UNGATED)
+LIGHTNING = structs.replace(
+    SHARED,
+    layers=tuple(
+        LayerConfig(
+            *(None, PlainRope(10000.0)),
+            mixes=mixes,
+            has_state=states,
+            residual=(ResidualScales(1.7, 0.9), ResidualScales(kept, 1.2)),
+        )
+        for states, mixes, kept in ((True, True, 1.3), (False, False, 1.0), (True, True, 0.8))
+    ),
+    mixture=Mixture(experts=6, chosen=2, intermediate_size=64, renormalised=True),
+    states=LightningConfig(heads=5, head_dim=19, norm_eps=1e-6),
+    residual_normed=True,
+)
+"""As MiniMax's, of heads that fill no lanes; a dense layer attends."""
+WITH_STATES = (
+    *(DELTA, SPACES, MAMBA, CONVOLUTIONS, SELECTIVE, MAMBA1, BESIDE, UNGATED, LIGHTNING),
+    structs.replace(LIGHTNING, residual_normed=False),
+)
 LITE = structs.replace(
     CORRECTED,
     qkv_bias=False,
@@ -239,8 +261,10 @@ KIMI = structs.replace(
 )
 """As Kimi-Linear's: delta nets by element beside latents, of sizes that fill no lanes."""
 
-IDS = ["delta", "spaces", "mamba", "convolutions", "selective", "mamba1", "beside", "ungated"]
-IDS += ["lite", "latent-queries", "kimi"]
+IDS = [
+    *("delta", "spaces", "mamba", "convolutions", "selective", "mamba1", "beside", "ungated", "lightning"),
+    *("lightning-before-norms", "lite", "latent-queries", "kimi"),
+]
 
 STEPS: tuple[dict[int, tuple[int, int]], ...] = (
     {0: (0, 30), 1: (0, 5), 2: (0, 64)},
@@ -329,6 +353,12 @@ def test_a_stream_alone_and_in_a_batch_has_the_same_logits_bit_for_bit(config: M
         alone.run_silently({number: (0, length - 1)})
         last = alone.run({number: (length - 1, length)})[0]
         assert torch.equal(last, batches[-1][number])
+
+
+def test_rows_before_their_norm_are_not_kept_where_others_are_passed_on() -> None:
+    decoder = seeded_decoder(LIGHTNING, native(torch.float32), torch.float32)
+    with pytest.raises(ModelError, match="layers of this model pass normed rows on"):
+        decoder.use_taps((0, 1, 2))
 
 
 def test_an_id_outside_of_the_vocabulary_is_refused() -> None:
