@@ -148,6 +148,12 @@ def test_granite_4_with_experts_is_read(tmp_path: Path) -> None:
             "num_experts_per_tok 5: there are 4 experts",
         ),
         (GRANITE_1B, {"layer_types": ["mamba"]}, "layer_types names 1 layers, num_hidden_layers 40"),
+        (GRANITE_1B, {"layer_types": []}, "layer_types names 0 layers, num_hidden_layers 40"),
+        (
+            GRANITE_1B,
+            {"layer_types": None, "layers_block_type": ["mamba"]},
+            "layers_block_type names 1 layers, num_hidden_layers 40",
+        ),
     ],
     ids=str,
 )

@@ -116,6 +116,7 @@ def test_positions_are_rotated_where_it_says_so(tmp_path: Path) -> None:
         ({"n_mamba_heads": 7}, "n_mamba_heads 7: 5120 elements do not divide by it"),
         ({"mamba_ngroups": 3}, "mamba_ngroups 3: 80 heads do not divide by it"),
         ({"mamba_d_conv": 1}, "mamba_d_conv 1 is not supported; supported: 2 and more"),
+        ({"intermediate_size": 0}, "intermediate_size 0 is not positive"),
         ({"num_key_value_heads": 0}, "num_key_value_heads 0 is not positive"),
         ({"layers_block_type": []}, "layers_block_type names 0 layers, num_hidden_layers 20"),
         ({"num_key_value_heads": 5}, "num_attention_heads 32 is no multiple of 5 KV heads"),

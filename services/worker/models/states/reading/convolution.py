@@ -11,6 +11,7 @@ from services.worker.models.config import ConvolutionConfig, LayerConfig, Mixtur
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 from services.worker.models.states.reading.model import (
     head_dim_of,
+    layer_kinds,
     model_with_states,
     require_kernel,
     require_positive,
@@ -147,12 +148,7 @@ def _with_states(raw: _RawConvolution) -> list[bool]:
         if wrong:
             raise ModelError(f"full_attn_idxs {wrong[0]}: there are {count} layers")
         return [number not in attending for number in range(count)]
-    unknown = sorted(set(raw.layer_types) - _LAYER_TYPES.keys())
-    if unknown:
-        raise ModelError(f"layer_types {unknown[0]!r} is not supported; supported: {', '.join(_LAYER_TYPES)}")
-    if len(raw.layer_types) != count:
-        raise ModelError(f"layer_types names {len(raw.layer_types)} layers, num_hidden_layers {count}")
-    return [_LAYER_TYPES[name] for name in raw.layer_types]
+    return layer_kinds("layer_types", raw.layer_types, _LAYER_TYPES, count)
 
 
 def _mixture(raw: _RawLfm2Moe) -> Mixture:

@@ -13,6 +13,7 @@ from services.worker.models.hf_layers.mixture import MixtureLayers, RawMixture, 
 from services.worker.models.hf_rope import Ropes, read_ropes
 from services.worker.models.states.reading.model import (
     head_dim_of,
+    layer_kinds,
     model_with_states,
     require_kernel,
     require_positive,
@@ -170,12 +171,7 @@ def _with_states(raw: _RawDelta) -> list[bool]:
     count = raw.num_hidden_layers
     if raw.layer_types is None:
         return [bool((number + 1) % raw.full_attention_interval) for number in range(count)]
-    unknown = sorted(set(raw.layer_types) - _LAYER_TYPES.keys())
-    if unknown:
-        raise ModelError(f"layer_types {unknown[0]!r} is not supported; supported: {', '.join(_LAYER_TYPES)}")
-    if len(raw.layer_types) != count:
-        raise ModelError(f"layer_types names {len(raw.layer_types)} layers, num_hidden_layers {count}")
-    return [_LAYER_TYPES[name] for name in raw.layer_types]
+    return layer_kinds("layer_types", raw.layer_types, _LAYER_TYPES, count)
 
 
 def _rope_keys(raw: _RawDelta) -> dict[str, object]:

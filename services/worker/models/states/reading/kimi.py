@@ -14,6 +14,8 @@ from msgspec import Struct
 from services.worker.models.config import DeltaConfig, LatentConfig, LayerConfig, Mixture, ModelConfig, ModelError
 from services.worker.models.states.reading.model import (
     NO_ROPE,
+    first_given,
+    layer_kinds,
     model_with_states,
     require_kernel,
     require_positive,
@@ -96,7 +98,7 @@ def kimi_model_config(
         *(raw, architecture),
         layers=tuple(LayerConfig(None, NO_ROPE, *each) for each in zip(mixes, states, strict=True)),
         states=_delta(raw),
-        max_positions=_given(raw.model_max_length, raw.max_position_embeddings, 1_048_576),
+        max_positions=first_given(raw.model_max_length, raw.max_position_embeddings, 1_048_576),
         norm_eps=raw.rms_norm_eps,
         eos=stop_tokens(raw.eos_token_id),
         heads=raw.num_attention_heads,
@@ -107,11 +109,6 @@ def kimi_model_config(
         latent=latent,
         rotary_dim=0,
     )
-
-
-def _given(*values: int | None) -> int:
-    """The first value that is not None."""
-    return next(value for value in values if value is not None)
 
 
 def _refuse_unsupported(raw: _RawKimi) -> None:
@@ -153,8 +150,8 @@ def _latent(raw: _RawKimi) -> LatentConfig:
 
 def _delta(raw: _RawKimi) -> DeltaConfig:
     own = raw.linear_attn_config or _RawLinear()
-    heads, dim = _given(own.num_heads, raw.linear_num_heads), _given(own.head_dim, raw.linear_head_dim)
-    kernel = _given(own.short_conv_kernel_size, raw.linear_conv_kernel_dim)
+    heads, dim = first_given(own.num_heads, raw.linear_num_heads), first_given(own.head_dim, raw.linear_head_dim)
+    kernel = first_given(own.short_conv_kernel_size, raw.linear_conv_kernel_dim)
     names = (
         "linear_num_heads" if own.num_heads is None else "linear_attn_config.num_heads",
         "linear_head_dim" if own.head_dim is None else "linear_attn_config.head_dim",
@@ -171,7 +168,7 @@ def _with_states(raw: _RawKimi) -> list[bool]:
     """For each layer, whether it is Kimi Delta Attention; the others attend."""
     count, own = raw.num_hidden_layers, raw.linear_attn_config or _RawLinear()
     if raw.layer_types is not None:
-        states = _kinds("layer_types", raw.layer_types, _LAYER_TYPES, count)
+        states = layer_kinds("layer_types", raw.layer_types, _LAYER_TYPES, count)
     elif own.kda_layers is not None and own.full_attn_layers is not None:
         states = _numbered(own.kda_layers, own.full_attn_layers, count)
     else:
@@ -198,26 +195,17 @@ def _mixing(raw: _RawKimi) -> list[bool]:
     """For each layer, whether experts take the place of its MLP."""
     count = raw.num_hidden_layers
     if raw.mlp_layer_types is not None:
-        return _kinds("mlp_layer_types", raw.mlp_layer_types, _MLP_TYPES, count)
+        return layer_kinds("mlp_layer_types", raw.mlp_layer_types, _MLP_TYPES, count)
     if raw.moe_layer_freq != 1:
         raise ModelError(f"moe_layer_freq {raw.moe_layer_freq} is not supported; supported: 1")
     return [number >= raw.first_k_dense_replace for number in range(count)]
 
 
-def _kinds(key: str, names: list[str], known: dict[str, bool], count: int) -> list[bool]:
-    unknown = sorted(set(names) - known.keys())
-    if unknown:
-        raise ModelError(f"{key} {unknown[0]!r} is not supported; supported: {', '.join(known)}")
-    if len(names) != count:
-        raise ModelError(f"{key} names {len(names)} layers, num_hidden_layers {count}")
-    return [known[name] for name in names]
-
-
 def _mixture(raw: _RawKimi) -> Mixture:
-    experts = _given(raw.num_experts, raw.num_local_experts, 256)
-    chosen = _given(raw.num_experts_per_token, raw.num_experts_per_tok, 8)
-    shared = _given(raw.num_shared_experts, raw.n_shared_experts, 1)
-    groups, size = _given(raw.num_expert_group, raw.n_group, 1), raw.moe_intermediate_size
+    experts = first_given(raw.num_experts, raw.num_local_experts, 256)
+    chosen = first_given(raw.num_experts_per_token, raw.num_experts_per_tok, 8)
+    shared = first_given(raw.num_shared_experts, raw.n_shared_experts, 1)
+    groups, size = first_given(raw.num_expert_group, raw.n_group, 1), raw.moe_intermediate_size
     require_positive(num_experts=experts, moe_intermediate_size=size, num_expert_group=groups)
     if shared < 0:
         raise ModelError(f"num_shared_experts {shared} is negative")
@@ -234,12 +222,11 @@ def _mixture(raw: _RawKimi) -> Mixture:
             f"num_experts_per_token {chosen}: there are {experts // groups * raw.topk_group} experts in "
             f"{raw.topk_group} groups"
         )
-    renormalised = next((each for each in (raw.moe_renormalize, raw.norm_topk_prob) if each is not None), True)
     return Mixture(
         experts=experts,
         chosen=chosen,
         intermediate_size=size,
-        renormalised=renormalised,
+        renormalised=first_given(raw.moe_renormalize, raw.norm_topk_prob, True),
         shared_size=shared * size or None,
         shared_gated=False,
         scoring="sigmoid",

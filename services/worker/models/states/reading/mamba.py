@@ -14,7 +14,9 @@ from services.worker.models.hf_rope import RawRope, read_ropes
 from services.worker.models.rope import Rope
 from services.worker.models.states.reading.model import (
     NO_ROPE,
+    first_given,
     head_dim_of,
+    layer_kinds,
     model_with_states,
     require_kernel,
     require_positive,
@@ -183,15 +185,11 @@ def _granite(raw: _RawGranite, eos: tuple[int, ...]) -> ModelConfig:
         raise ModelError(
             f"position_embedding_type {raw.position_embedding_type!r} is not supported; supported: rope, nope"
         )
-    names = raw.layer_types or raw.layers_block_type or ["mamba"] * raw.num_hidden_layers
-    unknown = sorted(set(names) - _LAYER_TYPES.keys())
-    if unknown:
-        raise ModelError(f"layer_types {unknown[0]!r} is not supported; supported: {', '.join(_LAYER_TYPES)}")
-    if len(names) != raw.num_hidden_layers:
-        raise ModelError(f"layer_types names {len(names)} layers, num_hidden_layers {raw.num_hidden_layers}")
+    key = "layers_block_type" if raw.layer_types is None else "layer_types"
+    names = first_given(raw.layer_types, raw.layers_block_type, ["mamba"] * raw.num_hidden_layers)
+    attends = layer_kinds(key, names, _LAYER_TYPES, raw.num_hidden_layers)
     rotates = raw.position_embedding_type == "rope"
     dim, rope, positions = read_attention(raw, rotates=rotates)
-    attends = [_LAYER_TYPES[name] for name in names]
     config = _hybrid(
         *(raw, "GraniteMoeHybridForCausalLM", attends, raw.shared_intermediate_size, dim, rope, eos),
     )

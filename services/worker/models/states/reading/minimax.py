@@ -6,7 +6,6 @@ Keys are called as `transformers` writes them, or as the models are published; w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -21,14 +20,19 @@ from services.worker.models.config import (
 )
 from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
-from services.worker.models.states.reading.model import head_dim_of, model_with_states, require_positive
+from services.worker.models.states.reading.model import (
+    first_given,
+    head_dim_of,
+    layer_kinds,
+    model_with_states,
+    require_positive,
+)
 
 _THETA = 1_000_000.0
 _HEADS_EPS = 1e-6
 """Of the norm behind lightning attention, whatever the config says of others; so `transformers` has it."""
 _LAYER_TYPES = {"linear_attention": True, "full_attention": False}
 _PUBLISHED_TYPES = {0: True, 1: False}
-_Kind = TypeVar("_Kind", str, int)
 
 
 class _RawMiniMax(Struct, kw_only=True):
@@ -133,17 +137,16 @@ def _layers(raw: _RawMiniMax, architecture: str, ropes: Ropes) -> tuple[LayerCon
 
 def _scales(kept: Sequence[float | None], added: Sequence[float | None]) -> ResidualScales:
     """Of each the first that is given."""
-    first = [next((each for each in given if each is not None), 1.0) for given in (kept, added)]
-    return ResidualScales(*first)
+    return ResidualScales(first_given(*kept, 1.0), first_given(*added, 1.0))
 
 
 def _with_states(raw: _RawMiniMax, architecture: str) -> list[bool]:
     """For each layer, whether it has lightning attention; the others attend."""
     count = raw.num_hidden_layers
     if raw.layer_types is not None:
-        found = _kinds("layer_types", raw.layer_types, _LAYER_TYPES, count)
+        found = layer_kinds("layer_types", raw.layer_types, _LAYER_TYPES, count)
     elif raw.attn_type_list is not None:
-        found = _kinds("attn_type_list", raw.attn_type_list, _PUBLISHED_TYPES, count)
+        found = layer_kinds("attn_type_list", raw.attn_type_list, _PUBLISHED_TYPES, count)
     elif architecture == LIGHTNING_ARCHITECTURES[0]:
         found = [bool(number % 2) for number in range(count)]
     else:
@@ -153,15 +156,6 @@ def _with_states(raw: _RawMiniMax, architecture: str) -> list[bool]:
     if not any(found):
         raise ModelError("no layer has lightning attention; a model without any is not supported")
     return found
-
-
-def _kinds(key: str, names: Sequence[_Kind], known: dict[_Kind, bool], count: int) -> list[bool]:
-    for name in names:
-        if name not in known:
-            raise ModelError(f"{key} {name!r} is not supported; supported: {', '.join(map(str, known))}")
-    if len(names) != count:
-        raise ModelError(f"{key} names {len(names)} layers, num_hidden_layers {count}")
-    return [known[name] for name in names]
 
 
 def _ropes(raw: _RawMiniMax) -> Ropes:

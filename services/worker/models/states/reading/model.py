@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from services.worker.models.config import (
     LatentConfig,
@@ -19,6 +20,10 @@ from services.worker.ops.interface import Activation
 
 NO_ROPE = PlainRope(10_000.0)
 """Of layers that rotate nothing."""
+
+
+_Name = TypeVar("_Name", str, int)
+_Value = TypeVar("_Value")
 
 
 class RawModel(Protocol):
@@ -104,6 +109,22 @@ def head_dim_of(hidden_size: int, heads: int, kv_heads: int, head_dim: int | Non
     if head_dim is None and hidden_size % heads:
         raise ModelError(f"hidden_size {hidden_size} is no multiple of {heads} heads")
     return head_dim or hidden_size // heads
+
+
+def layer_kinds(key: str, names: Sequence[_Name], known: Mapping[_Name, bool], count: int) -> list[bool]:
+    """What `known` has of each layer's name, which the config's `key` lists; `count` is the config's. Raises ModelError
+    for a name that is not known, and where there are not so many."""
+    for name in names:
+        if name not in known:
+            raise ModelError(f"{key} {name!r} is not supported; supported: {', '.join(map(str, known))}")
+    if len(names) != count:
+        raise ModelError(f"{key} names {len(names)} layers, num_hidden_layers {count}")
+    return [known[name] for name in names]
+
+
+def first_given(*values: _Value | None) -> _Value:
+    """The first that is not None, as one is: of a key with several names, and what is meant where none is there."""
+    return next(value for value in values if value is not None)
 
 
 def require_positive(**values: int) -> None:

@@ -11,6 +11,7 @@ from services.worker.models.config import DeltaConfig, LayerConfig, ModelConfig,
 from services.worker.models.hf_layers.delta import OLMO_HYBRID
 from services.worker.models.hf_rope import read_ropes
 from services.worker.models.rope import PlainRope, Rope
+from services.worker.models.states.reading.model import layer_kinds
 
 _HEAD_EPS = 1e-5
 """Of the norm behind a delta net, whatever the config says of others; so `transformers` has it."""
@@ -141,12 +142,7 @@ def _with_states(raw: _RawOlmo) -> list[bool]:
     if raw.layer_types is None:
         states = [bool((number + 1) % _ATTENDING) for number in range(count)]
         return states if not all(states) else [*states[:-1], False]
-    unknown = sorted(set(raw.layer_types) - _LAYER_TYPES.keys())
-    if unknown:
-        raise ModelError(f"layer_types {unknown[0]!r} is not supported; supported: {', '.join(_LAYER_TYPES)}")
-    if len(raw.layer_types) != count:
-        raise ModelError(f"layer_types names {len(raw.layer_types)} layers, num_hidden_layers {count}")
-    return [_LAYER_TYPES[name] for name in raw.layer_types]
+    return layer_kinds("layer_types", raw.layer_types, _LAYER_TYPES, count)
 
 
 def _rotation(raw: _RawOlmo) -> tuple[Rope | None, int]:

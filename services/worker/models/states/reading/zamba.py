@@ -11,7 +11,13 @@ from services.worker.models.config import LayerConfig, MambaConfig, ModelConfig,
 from services.worker.models.hf_layers.shared import FED_MIXER, SHARED_BLOCK, ZAMBA2
 from services.worker.models.hf_rope import RawRope, read_ropes
 from services.worker.models.rope import Rope
-from services.worker.models.states.reading.model import NO_ROPE, model_with_states, require_kernel, require_positive
+from services.worker.models.states.reading.model import (
+    NO_ROPE,
+    layer_kinds,
+    model_with_states,
+    require_kernel,
+    require_positive,
+)
 
 _MIXER_EPS = 1e-5
 """Of the norm behind a mixer, whatever the config says of others; so `transformers` has it."""
@@ -70,7 +76,7 @@ def zamba_model_config(
     raw = msgspec.json.decode(plain_json(text), type=_RawZamba2, strict=True)
     heads = raw.num_attention_heads
     kv_heads = heads if raw.num_key_value_heads is None else raw.num_key_value_heads
-    intermediate_size = raw.intermediate_size or _MLP_SHARE * raw.hidden_size
+    intermediate_size = _MLP_SHARE * raw.hidden_size if raw.intermediate_size is None else raw.intermediate_size
     head_dim = _head_dim(raw)
     _refuse_unsupported(raw, kv_heads, intermediate_size, head_dim)
     rope, positions = _rotation(raw)
@@ -131,12 +137,7 @@ def _with_blocks(raw: _RawZamba2) -> list[bool]:
         if count != _DEFAULT_LAYERS:
             raise ModelError(f"layers_block_type is missing, which says what each of {count} layers is")
         return [number in _PATTERN for number in range(count)]
-    unknown = sorted(set(names) - _KINDS.keys())
-    if unknown:
-        raise ModelError(f"{key} {unknown[0]!r} is not supported; supported: {', '.join(_KINDS)}")
-    if len(names) != count:
-        raise ModelError(f"{key} names {len(names)} layers, num_hidden_layers {count}")
-    found = [_KINDS[name] for name in names]
+    found = layer_kinds(key, names, _KINDS, count)
     if not any(found):
         raise ModelError(f"{key}: no layer is hybrid")
     return found
