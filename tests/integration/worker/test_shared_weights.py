@@ -3,6 +3,7 @@ them themselves where nobody has them."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -20,6 +21,7 @@ from services.worker.models.weight_sharing import holders, shared_arena, sharing
 from services.worker.models.weight_sharing.holders import holders_of
 from services.worker.models.weight_sharing.shared_arena import NotShared, SharedArena, open_sealed
 from services.worker.models.weight_sharing.tensor_tree import dump_tree, load_tree
+from services.worker.ops.native.native_ops import NativeOps
 from tests.support.models.tiny_models import make_model
 from tests.support.paths import REPOSITORY
 from tests.support.worker.recorded_logits import last_logits, record_logits
@@ -209,13 +211,47 @@ def test_a_table_of_several_layers_is_there_once() -> None:
     assert torch.equal(own, norm)
 
 
-@pytest.mark.parametrize("what", ["unsealed", "gone", "regular"])
+@pytest.mark.parametrize("what", ["unsealed", "gone", "regular", "pipe", "others"])
 def test_a_file_that_is_no_sealed_memory_is_not_taken(tmp_path: Path, what: str) -> None:
-    arena = SharedArena()
+    arena, others = SharedArena(), sealed_file(b"\xff" * 100)
     (tmp_path / "regular").write_bytes(b"x" * 100)
-    paths = {"unsealed": f"/proc/self/fd/{arena.file}", "gone": "/proc/1/fd/99999"}
+    os.mkfifo(tmp_path / "pipe")
+    descriptors = {"unsealed": arena.file, "others": others}
+    paths = {"gone": "/proc/1/fd/99999"} | {name: f"/proc/self/fd/{file}" for name, file in descriptors.items()}
     with pytest.raises(NotShared):
-        open_sealed(paths.get(what, str(tmp_path / "regular")))
+        open_sealed(paths.get(what, str(tmp_path / what)))
+    os.close(others)
+
+
+def sealed_file(content: bytes) -> int:
+    """Another program's memory, sealed as weights are."""
+    file = os.memfd_create("others", os.MFD_ALLOW_SEALING)
+    os.write(file, content)
+    fcntl.fcntl(file, shared_arena._F_ADD_SEALS, shared_arena._SEALED)
+    return file
+
+
+def test_weights_are_private_where_processes_cannot_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system of a network without locks, on which a home may lie."""
+
+    def without_locks(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with pytest.raises(NotShared, match="No locks available"), holders_of(KEY):
+        raise AssertionError("it went on without a lock")
+
+
+def test_processes_of_another_host_with_the_same_home_are_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "model").mkdir()
+    ops = NativeOps(torch.device("cpu"), torch.float32, threads=1)
+    (tmp_path / "boot_id").write_text("another one")
+    here = sharing.sharing_key(folder, ops)
+    assert sharing.sharing_key(folder, ops) == here
+    monkeypatch.setattr(sharing, "_BOOT", tmp_path / "boot_id")
+    assert sharing.sharing_key(folder, ops) != here
 
 
 def test_whoever_waits_loads_when_the_one_that_loads_is_killed() -> None:

@@ -62,7 +62,8 @@ def holders_of(key: str) -> Iterator[WeightHolders]:
         _forget_oldest(folder)
         yield WeightHolders(file)
     finally:
-        fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile may have the file, too
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile may have the file, too
         os.close(file)
 
 
@@ -78,10 +79,13 @@ def _wait_for_turn(file: int) -> None:
 
 
 def _locked(file: int) -> bool:
+    """Raises NotShared."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:  # a home on a file system of a network may have no locks
+        raise NotShared(f"processes cannot wait for each other: {error}") from None
     return True
 
 

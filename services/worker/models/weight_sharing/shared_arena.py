@@ -113,9 +113,9 @@ class SharedArena(WeightArena):
 def open_sealed(path: str) -> tuple[int, Tensor, bytes]:
     """Maps another process's sealed file: its descriptor, which is closed with the memory; its memory, all of which is
     there from the start, for a step that touches it first would seem to take it; its content. What this process writes
-    to are copies. Raises NotShared where it is no such file."""
+    to are copies. Raises NotShared where it is no such file, but by now another process's pipe, terminal or memory."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise NotShared(str(error)) from None
     try:
@@ -123,6 +123,8 @@ def open_sealed(path: str) -> tuple[int, Tensor, bytes]:
         if found.st_uid != os.geteuid() or fcntl.fcntl(file, _F_GET_SEALS) != _SEALED:
             raise NotShared("it is not sealed, or somebody else's")
         length = int.from_bytes(os.pread(file, _LENGTH_BYTES, found.st_size - _LENGTH_BYTES), "little")
+        if length > found.st_size - _LENGTH_BYTES:
+            raise NotShared("it is not of weights")
         content = os.pread(file, length, found.st_size - _LENGTH_BYTES - length)
         memory, whole = _reserved(found.st_size)
         _map(memory, found.st_size, file, mmap.MAP_PRIVATE)

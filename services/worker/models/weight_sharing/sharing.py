@@ -24,13 +24,16 @@ from shared.machine.numa import allowed_cpus, nodes_of, read_nodes
 
 log = logging.getLogger(__name__)
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
 
 def sharing_key(folder: Path, ops: NativeOps, *parts: object) -> str:
     """Names all that packed weights depend on: `parts`, told apart by their texts, the files of the model's `folder` as
-    they are now, the operations, and the memory that is near; with this code, these libraries and this machine."""
+    they are now, the operations, and the memory that is near; with this code, these libraries and this machine, as long
+    as it runs."""
     files = [(each.name, each.stat()) for each in sorted(folder.iterdir()) if each.is_file()]
     now = [(name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) for name, found in files]
-    return key_of((now, ops.name, ops.dtype, _near_nodes(), _pid_namespace(), *parts))
+    return key_of((now, ops.name, ops.dtype, _near_nodes(), _process_numbers(), *parts))
 
 
 def shared_weights(key: str, ops: NativeOps, load: Callable[[], DecoderWeights]) -> DecoderWeights:
@@ -80,8 +83,11 @@ def _near_nodes() -> list[int]:
     return [] if allowed is None else nodes_of(allowed, read_nodes())
 
 
-def _pid_namespace() -> str:
-    """In another one this host's processes have other numbers."""
+def _process_numbers() -> tuple[str, ...]:
+    """Where processes have the numbers that they have here: in another namespace of this host, on another host that
+    has the same home, or after a boot, they are others'."""
+    found = []
     with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
+        found.append(os.readlink("/proc/self/ns/pid"))
+        found.append(_BOOT.read_text())
+    return tuple(found)
