@@ -145,7 +145,9 @@ POSITION_AXES = 3
 GridSide = Annotated[int, Meta(ge=1, le=2**20)]
 PATCHED_FRAMES = 2
 """Frames of a video that make one row of squares (`temporal_patch_size` of Qwen's models)."""
-FrameOffset = Annotated[int, Meta(ge=0, le=2**20)]
+MAX_FRAME_OFFSET = 2**20
+"""Of the last frames of a video, in positions."""
+FrameOffset = Annotated[int, Meta(ge=0, le=MAX_FRAME_OFFSET)]
 ImageGrid = tuple[GridSide, GridSide, GridSide]
 """Frames, rows and columns of the tokens that stand for an image, the columns of a row behind each other."""
 

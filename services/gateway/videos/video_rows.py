@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from services.gateway.api.errors import RequestError
+from services.gateway.api.errors import RequestError, invalid
 from services.gateway.api.media.source import MediaSource
 from services.gateway.videos.video_decoder import VideoDecoder
 from services.gateway.videos.video_process import VideoShape
 from shared.messages.encoder import FrameGroup
-from shared.messages.generation import PromptEmbeds
+from shared.messages.generation import MAX_FRAME_OFFSET, PromptEmbeds
 from shared.messages.model_card import VideoModel
 
 Encode = Callable[[MediaSource, bytes, FrameGroup], Awaitable[PromptEmbeds]]
@@ -41,6 +41,7 @@ async def video_embeds(
             async for each in groups:
                 if isinstance(each, VideoShape):
                     shape = each
+                    _check_length(shape, source.field, how)
                     continue
                 assert shape is not None, "it comes first"
                 group = _group(shape, len(tasks), how)
@@ -65,6 +66,14 @@ async def video_embeds(
         for each, offset in zip(found, offsets, strict=True)
     ]
     return MediaEmbeds(rows, group_times(shape.times, how))
+
+
+def _check_length(shape: VideoShape, field: str, how: VideoModel) -> None:
+    """Raises RequestError for a video whose last frame, by what the file says of its times, has no position."""
+    last = frame_offsets(how.groups(len(shape.times)), shape.seconds_of_two, how)[-1]
+    if how.positions_per_second is not None and last is not None and last > MAX_FRAME_OFFSET:
+        allowed = MAX_FRAME_OFFSET / how.positions_per_second
+        raise invalid(field, f"a video of {shape.times[-1]:.0f} s is not allowed; {allowed:.0f} s are")
 
 
 def _group(shape: VideoShape, number: int, how: VideoModel) -> FrameGroup:

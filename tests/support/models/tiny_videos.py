@@ -10,6 +10,7 @@ import base64
 import io
 import re
 import struct
+from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
 import av
@@ -42,7 +43,11 @@ def noise(count: int, size: tuple[int, int] = (160, 40), seed: int = 0) -> Frame
 
 
 def video(
-    frames: Frames, rate: int = 5, form: str = "mp4", codec: str = "libx264", matrix: tuple[int, ...] | None = None
+    frames: Frames,
+    rate: int | Fraction = 5,
+    form: str = "mp4",
+    codec: str = "libx264",
+    matrix: tuple[int, ...] | None = None,
 ) -> bytes:
     """The file of a video. `matrix`: how an MP4 asks to be shown, in its own numbers."""
     file = io.BytesIO()
