@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from services.worker.ops.interface import BatchMeta, StateRows
+from services.worker.ops.interface import BatchMeta, StateCache, StateMixer, StateRows
+from services.worker.ops.torch_mixers.convolution import CHUNK
+from tests.support.worker.native_batches import native
 
 
 class Share(NamedTuple):
@@ -16,6 +20,16 @@ class Share(NamedTuple):
     first: int
     """Position of the first of them."""
     count: int
+
+
+LENGTHS = {7: 3 * CHUNK + 5, 2: CHUNK + 1, 0: 2 * CHUNK, 5: 9}
+"""Of four sequences, by slot, which `STEPS` cut differently."""
+STEPS = (
+    [Share(0, 0, 1), Share(7, 0, CHUNK + 3), Share(2, 0, 2)],
+    [Share(0, 1, 1), Share(5, 0, 1), Share(7, CHUNK + 3, 2), Share(2, 2, CHUNK - 1)],
+    [Share(7, CHUNK + 5, 1), Share(5, 1, 3), Share(0, 2, 2 * CHUNK - 2)],
+    [Share(5, 4, 5), Share(7, CHUNK + 6, 2 * CHUNK - 1)],
+)
 
 
 def meta_of(shares: list[Share]) -> BatchMeta:
@@ -41,3 +55,34 @@ def meta_of(shares: list[Share]) -> BatchMeta:
         block_size=16,
         states=StateRows(torch.tensor([share.slot for share in shares]), begins if begins.any() else None),
     )
+
+
+def mixed_in_steps(
+    mix: Callable[[Tensor, list[Share]], Tensor], rows: dict[int, Tensor], steps: Sequence[list[Share]] = STEPS
+) -> dict[int, Tensor]:
+    """The rows of each slot's sequence → what `mix` makes of them in these steps."""
+    outputs: dict[int, list[Tensor]] = {slot: [] for slot in rows}
+    for shares in steps:
+        given = torch.cat([rows[share.slot][share.first : share.first + share.count] for share in shares])
+        for share, part in zip(shares, mix(given, shares).split([share.count for share in shares]), strict=True):
+            outputs[share.slot].append(part)
+    mixed = {slot: torch.cat(parts) for slot, parts in outputs.items()}
+    assert {slot: len(each) for slot, each in mixed.items()} == {slot: len(each) for slot, each in rows.items()}
+    return mixed
+
+
+def assert_rows_do_not_depend_on_cuts(mixer: StateMixer, cache: Callable[[], StateCache], width: int) -> None:
+    """The native library's, of `width` numbers, are the same to the last bit in one step or in many, alone or beside
+    others, by one thread or two: who is computed again goes on alike. `cache`: makes one with seven slots and more."""
+    whole, cut, length = cache(), cache(), CHUNK + 7
+    rows = torch.randn(length, width)
+    one, two = (native(torch.float32, threads=threads).states for threads in (1, 2))
+    expected = one.mix(rows, mixer, whole, meta_of([Share(3, 0, length)]))
+    parts, first = [], 0
+    for count in (1, 2, 5, 1, 3, length - 12):
+        given = torch.cat((torch.randn(1, width), rows[first : first + count]))
+        parts.append(two.mix(given, mixer, cut, meta_of([Share(6, 0, 1), Share(4, first, count)]))[1:])
+        first += count
+    assert torch.equal(torch.cat(parts), expected)
+    assert torch.equal(cut.states[4], whole.states[3])
+    assert torch.equal(cut.windows[4], whole.windows[3])

@@ -14,11 +14,10 @@ from transformers.models.kimi_linear.modeling_kimi_linear import (
 
 from services.worker.ops.interface import DeltaNet, StateCache, StateOps
 from services.worker.ops.native.build import Level, runnable_levels
-from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.torch_mixers.convolution import CHUNK
 from services.worker.ops.torch_mixers.states import TorchStates
 from tests.support.worker.native_batches import native
-from tests.support.worker.state_steps import Share, meta_of
+from tests.support.worker.state_steps import LENGTHS, Share, assert_rows_do_not_depend_on_cuts, meta_of, mixed_in_steps
 
 HEADS, DIM, KEY, KERNEL, SLOTS = 3, 19, 21, 4, 9
 VALUES, KEYS = HEADS * DIM, HEADS * KEY
@@ -83,26 +82,14 @@ def test_sequences_in_steps_of_every_length_are_the_recurrence(ops: StateOps) ->
     """Four sequences, cut differently, in slots that hold what is no number until they begin."""
     own, states = net(), cache(torch.nan)
     torch.manual_seed(6)
-    lengths = {7: 3 * CHUNK + 5, 2: CHUNK + 1, 0: 2 * CHUNK, 5: 9}
-    rows = {slot: torch.randn(length, PROJECTED) for slot, length in lengths.items()}
-    steps = [
-        [Share(0, 0, 1), Share(7, 0, CHUNK + 3), Share(2, 0, 2)],
-        [Share(0, 1, 1), Share(5, 0, 1), Share(7, CHUNK + 3, 2), Share(2, 2, CHUNK - 1)],
-        [Share(7, CHUNK + 5, 1), Share(5, 1, 3), Share(0, 2, 2 * CHUNK - 2)],
-        [Share(5, 4, 5), Share(7, CHUNK + 6, 2 * CHUNK - 1)],
-    ]
-    outputs: dict[int, list[Tensor]] = {slot: [] for slot in lengths}
-    for shares in steps:
-        given = torch.cat([rows[share.slot][share.first : share.first + share.count] for share in shares])
-        mixed = ops.mix(given, own, states, meta_of(shares))
-        for share, part in zip(shares, mixed.split([share.count for share in shares]), strict=True):
-            outputs[share.slot].append(part)
-    for slot in lengths:
+    rows = {slot: torch.randn(length, PROJECTED) for slot, length in LENGTHS.items()}
+    mixed = mixed_in_steps(lambda given, shares: ops.mix(given, own, states, meta_of(shares)), rows)
+    for slot in LENGTHS:
         expected, state = reference(rows[slot], own)
-        torch.testing.assert_close(torch.cat(outputs[slot]).double(), expected, atol=5e-5, rtol=1e-4)
+        torch.testing.assert_close(mixed[slot].double(), expected, atol=5e-5, rtol=1e-4)
         torch.testing.assert_close(states.states[slot].double(), state, atol=2e-5, rtol=1e-4)
         assert torch.equal(states.windows[slot], rows[slot][1 - KERNEL :, VALUES : VALUES + CHANNELS])
-    others = [slot for slot in range(SLOTS) if slot not in lengths]
+    others = [slot for slot in range(SLOTS) if slot not in LENGTHS]
     assert states.states[others].isnan().all(), "nobody else's state is written"
 
 
@@ -147,18 +134,4 @@ def test_prompts_and_what_follows_them_are_what_transformers_computes(ops: State
 
 
 def test_native_rows_are_the_same_to_the_last_bit_however_a_sequence_is_cut() -> None:
-    """In one step or in many, alone or beside others, by one thread or two: who is computed again goes on alike."""
-    own, length = net(), CHUNK + 7
-    rows = torch.randn(length, PROJECTED)
-    one, two = (NativeOps(torch.device("cpu"), torch.float32, threads=threads).states for threads in (1, 2))
-    whole, cut = cache(torch.nan), cache(torch.nan)
-    expected = one.mix(rows, own, whole, meta_of([Share(3, 0, length)]))
-    parts, first = [], 0
-    for count in (1, 2, 5, 1, length - 9):
-        shares = [Share(6, 0, 1), Share(4, first, count)]
-        given = torch.cat((torch.randn(1, PROJECTED), rows[first : first + count]))
-        parts.append(two.mix(given, own, cut, meta_of(shares))[1:])
-        first += count
-    assert torch.equal(torch.cat(parts), expected)
-    assert torch.equal(cut.states[4], whole.states[3])
-    assert torch.equal(cut.windows[4], whole.windows[3])
+    assert_rows_do_not_depend_on_cuts(net(), lambda: cache(torch.nan), PROJECTED)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from services.worker.ops.interface import StateCache, StateOps
 from services.worker.ops.native.native_ops import NativeOps
-from services.worker.ops.torch_mixers.convolution import CHUNK
 from services.worker.ops.torch_mixers.states import TorchStates
 from tests.support.worker.selective_reference import (
     CHANNELS,
@@ -19,7 +17,7 @@ from tests.support.worker.selective_reference import (
     selective_reference,
     selective_space,
 )
-from tests.support.worker.state_steps import Share, meta_of
+from tests.support.worker.state_steps import LENGTHS, Share, assert_rows_do_not_depend_on_cuts, meta_of, mixed_in_steps
 
 DIMS = (16, 12)
 """One that is whole vectors of every kind, and one that is not."""
@@ -38,44 +36,19 @@ def ops(request: pytest.FixtureRequest) -> StateOps:
 def test_sequences_in_steps_of_every_length_are_the_recurrence(ops: StateOps, dim: int) -> None:
     """Four sequences, cut differently, in slots that hold what is no number until they begin."""
     own, cache = selective_space(dim), empty_states(dim)
-    lengths = {7: 2 * CHUNK + 5, 2: CHUNK + 1, 0: CHUNK, 5: 9}
-    rows = {slot: torch.randn(length, 3 * CHANNELS + 2 * dim) for slot, length in lengths.items()}
-    steps = [
-        [Share(0, 0, 1), Share(7, 0, CHUNK + 3), Share(2, 0, 2)],
-        [Share(0, 1, 1), Share(5, 0, 1), Share(7, CHUNK + 3, 2), Share(2, 2, CHUNK - 1)],
-        [Share(7, CHUNK + 5, 1), Share(5, 1, 3), Share(0, 2, CHUNK - 2)],
-        [Share(5, 4, 5), Share(7, CHUNK + 6, CHUNK - 1)],
-    ]
-    outputs: dict[int, list[Tensor]] = {slot: [] for slot in lengths}
-    for shares in steps:
-        given = torch.cat([rows[share.slot][share.first : share.first + share.count] for share in shares])
-        mixed = ops.mix(given, own, cache, meta_of(shares))
-        for share, part in zip(shares, mixed.split([share.count for share in shares]), strict=True):
-            outputs[share.slot].append(part)
-    for slot, length in lengths.items():
+    rows = {slot: torch.randn(length, 3 * CHANNELS + 2 * dim) for slot, length in LENGTHS.items()}
+    mixed = mixed_in_steps(lambda given, shares: ops.mix(given, own, cache, meta_of(shares)), rows)
+    for slot in LENGTHS:
         expected, state = selective_reference(rows[slot], own)
-        assert len(torch.cat(outputs[slot])) == length
-        torch.testing.assert_close(torch.cat(outputs[slot]).double(), expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(mixed[slot].double(), expected, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(cache.states[slot, :, 0].double(), state, atol=2e-5, rtol=1e-4)
-    others = [slot for slot in range(SLOTS) if slot not in lengths]
+    others = [slot for slot in range(SLOTS) if slot not in LENGTHS]
     assert cache.states[others].isnan().all(), "nobody else's state is written"
 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_native_rows_are_the_same_to_the_last_bit_however_a_sequence_is_cut(dim: int) -> None:
-    """In one step or in many, alone or beside others, by one thread or two: who is computed again goes on alike."""
-    own, whole, cut, length = selective_space(dim), empty_states(dim), empty_states(dim), CHUNK + 7
-    rows = torch.randn(length, 3 * CHANNELS + 2 * dim)
-    ops = native(threads=2)
-    expected = native(threads=1).mix(rows, own, whole, meta_of([Share(3, 0, length)]))
-    parts, first = [], 0
-    for count in (1, 2, 5, 1, 3, length - 12):
-        shares = [Share(6, 0, 1), Share(4, first, count)]
-        given = torch.cat((torch.randn(1, rows.shape[1]), rows[first : first + count]))
-        parts.append(ops.mix(given, own, cut, meta_of(shares))[1:])
-        first += count
-    assert torch.equal(torch.cat(parts), expected)
-    assert torch.equal(cut.states[4], whole.states[3])
+    assert_rows_do_not_depend_on_cuts(selective_space(dim), lambda: empty_states(dim), 3 * CHANNELS + 2 * dim)
 
 
 def test_the_convolution_before_it_is_a_sum_through_a_silu(ops: StateOps) -> None:

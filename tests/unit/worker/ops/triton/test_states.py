@@ -36,7 +36,7 @@ from tests.support.worker.selective_reference import (
     selective_space,
 )
 from tests.support.worker.state_spaces import lightning
-from tests.support.worker.state_steps import Share, meta_of
+from tests.support.worker.state_steps import Share, meta_of, mixed_in_steps
 
 _Mixer = TypeVar("_Mixer", bound=StateMixer)
 CHUNK = selective.CHUNK
@@ -84,15 +84,10 @@ def test_selective_sequences_in_steps_of_every_length_are_the_recurrence(dim: in
         [Share(5, 3, 1), Share(7, CHUNK + 3, 2), Share(2, 1, CHUNK)],
         [Share(7, CHUNK + 5, CHUNK), Share(5, 4, 5)],
     ]
-    outputs: dict[int, list[Tensor]] = {slot: [] for slot in lengths}
-    for shares in steps:
-        given = torch.cat([rows[share.slot][share.first : share.first + share.count] for share in shares])
-        for share, part in zip(shares, split(mix(given, own, cache, shares), shares), strict=True):
-            outputs[share.slot].append(part)
-    for slot, length in lengths.items():
+    mixed = mixed_in_steps(lambda given, shares: mix(given, own, cache, shares), rows, steps)
+    for slot in lengths:
         expected, state = selective_reference(rows[slot], own)
-        assert len(torch.cat(outputs[slot])) == length
-        torch.testing.assert_close(torch.cat(outputs[slot]).double(), expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(mixed[slot].double(), expected, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(cache.states[slot, :, 0].cpu().double(), state, atol=2e-5, rtol=1e-4)
     others = [slot for slot in range(SLOTS) if slot not in lengths]
     assert cache.states[others].isnan().all(), "nobody else's state is written"
