@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelError
@@ -19,7 +18,7 @@ from services.worker.speculation.settings import SpeculationSettings
 from tests.support.models.quantised_files import quantised
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.plan_driver import Driver
-from tests.support.worker.recorded_logits import record_logits
+from tests.support.worker.recorded_logits import assert_logits_agree, record_logits
 from tests.support.worker.tiny_backend import tiny_backend
 
 PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(50)]
@@ -37,13 +36,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 def agrees(model: TinyModel, recorded: list[Tensor], **settings: Any) -> None:
     """Logits of a prompt in chunks and of what follows it are the reference's."""
-    driver = Driver(tiny_backend(model.path, dtype="float32", **settings), budget=24)
-    recorded.clear()  # what it tried when it was started
-    sequence = driver.add(PROMPT, OUTPUT)
-    driver.run()
-    expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
-    assert torch.cat(recorded[-OUTPUT:]).sub(expected).abs().max() < 1e-3
-    assert expected.std() > 0.3, "a reference this flat would agree with anything"
+    backend = tiny_backend(model.path, dtype="float32", **settings)
+    assert_logits_agree(backend, model, PROMPT, OUTPUT, recorded, budget=24)
 
 
 @pytest.mark.parametrize(

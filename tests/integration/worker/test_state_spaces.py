@@ -26,7 +26,7 @@ from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_models import STATE_FAMILIES, VOCABULARY, TinyModel, by_lane, make_config, make_model
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.planned_engine import PlannedEngine
-from tests.support.worker.recorded_logits import record_logits
+from tests.support.worker.recorded_logits import assert_logits_agree, record_logits
 from tests.support.worker.tiny_backend import tiny_backend
 
 PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(150)]
@@ -50,13 +50,8 @@ def mamba2(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 def agrees(model: TinyModel, recorded: list[Tensor], budget: int = 77, **settings: Any) -> None:
     """Logits of a prompt in chunks and of what follows it are the reference's."""
-    driver = Driver(tiny_backend(model.path, dtype="float32", **settings), budget=budget)
-    recorded.clear()  # what it tried when it was started
-    sequence = driver.add(PROMPT, OUTPUT)
-    driver.run()
-    expected = model.logits(sequence.tokens)[len(PROMPT) - 1 : -1]
-    assert torch.cat(recorded[-OUTPUT:]).sub(expected).abs().max() < 1e-3
-    assert expected.std() > 0.3, "a reference this flat would agree with anything"
+    backend = tiny_backend(model.path, dtype="float32", **settings)
+    assert_logits_agree(backend, model, PROMPT, OUTPUT, recorded, budget=budget)
 
 
 @pytest.mark.parametrize(

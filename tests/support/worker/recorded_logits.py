@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from services.worker.executor import runner
@@ -12,7 +13,8 @@ from services.worker.executor.host_runner import HostRunner
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.sampler import SamplerOutput, sample
-from tests.support.worker.plan_driver import Driver
+from tests.support.models.tiny_models import TinyModel
+from tests.support.worker.plan_driver import Driver, Sequence
 
 
 def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -35,3 +37,18 @@ def last_logits(backend: HostRunner, prompt: list[int], recorded: list[Tensor]) 
     driver.run()
     backend.reset()
     return recorded[0][0]
+
+
+def assert_logits_agree(
+    backend: HostRunner, model: TinyModel, prompt: list[int], output: int, recorded: list[Tensor], budget: int = 512
+) -> Sequence:
+    """Those of `prompt`, in steps of `budget` tokens, and of the `output` tokens that follow it are the reference's.
+    `recorded` is what `record_logits` gave."""
+    driver = Driver(backend, budget=budget)
+    recorded.clear()  # what it tried when it was started
+    sequence = driver.add(prompt, output)
+    driver.run()
+    expected = model.logits(sequence.tokens)[len(prompt) - 1 : -1]
+    assert torch.cat(recorded[-output:]).sub(expected).abs().max() < 1e-3
+    assert expected.std() > 0.3, "a reference this flat would agree with anything"
+    return sequence
