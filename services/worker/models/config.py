@@ -42,8 +42,13 @@ def dtype_named(name: str | None) -> Dtype:
 
 def plain_json(text: bytes) -> bytes:
     """A `config.json` as JSON. Python writes a limit without an end as `Infinity`, which is none: `null` stands there
-    then."""
-    return msgspec.json.encode(json.loads(text)) if b"Infinity" in text else text
+    then. Raises msgspec.DecodeError where it is malformed."""
+    if b"Infinity" not in text:
+        return text
+    try:
+        return msgspec.json.encode(json.loads(text))
+    except ValueError as error:
+        raise msgspec.DecodeError(f"JSON is malformed: {error}") from None
 
 
 class ModelDescription(Protocol):

@@ -251,7 +251,7 @@ def _language_model(path: Path, architecture: str, described: bytes | None) -> b
 
 
 def _stateful_config(path: Path, architecture: str, described: bytes | None) -> ModelConfig:
-    text = path.read_bytes() if described is None else described
+    text = plain_json(path.read_bytes() if described is None else described)
     try:
         return STATE_READERS[architecture](text, architecture, lambda own: stop_tokens(path.parent, own))
     except (ModelError, msgspec.MsgspecError) as error:

@@ -249,8 +249,10 @@ def test_a_model_that_does_not_divide_is_named(
         shard_of(read(tmp_path, **changes), 0, world_size)
 
 
-def test_a_broken_generation_config_is_named_itself(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text("{nope")
+@pytest.mark.parametrize("text", ["{nope", '{"top_p": Infinity'])
+def test_a_broken_generation_config_is_named_itself(tmp_path: Path, text: str) -> None:
+    """As one that only Python's own reader takes."""
+    (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ModelError) as error:
         read(tmp_path)
     assert str(error.value).startswith(f"{tmp_path / 'generation_config.json'}: JSON is malformed")

@@ -106,6 +106,12 @@ def test_what_is_left_out_is_as_transformers_has_it(tmp_path: Path) -> None:
     assert empty == read_model_config(tmp_path / "written")
 
 
+def test_a_limit_without_an_end_is_read_as_python_writes_it(tmp_path: Path) -> None:
+    """In any family, though JSON has none."""
+    config = read(tmp_path / "endless", KIMI_LINEAR_48B, time_step_limit=[0.0, float("inf")])
+    assert config == read(tmp_path / "without", KIMI_LINEAR_48B)
+
+
 def test_a_kimi_linear_is_computed_here_and_not_by_the_simulation(tmp_path: Path) -> None:
     read(tmp_path, KIMI_LINEAR_48B)
     assert is_native(tmp_path)

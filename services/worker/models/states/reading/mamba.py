@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import LayerConfig, MambaConfig, Mixture, ModelConfig, ModelError, plain_json
+from services.worker.models.config import LayerConfig, MambaConfig, Mixture, ModelConfig, ModelError
 from services.worker.models.hf_rope import RawRope, read_ropes
 from services.worker.models.rope import Rope
 from services.worker.models.states.reading.model import (
@@ -123,7 +123,7 @@ def mamba_model_config(
 
 def decode_mamba(text: bytes, kind: type[_Raw]) -> _Raw:
     """`text`, whose activation and limit of time steps are supported. Raises ModelError, and msgspec's errors."""
-    raw = msgspec.json.decode(plain_json(text), type=kind, strict=True)
+    raw = msgspec.json.decode(text, type=kind, strict=True)
     if raw.hidden_act not in ("silu", "swish"):
         raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
     if raw.time_step_limit is not None and (raw.time_step_limit[:1] != [0.0] or not _endless(raw.time_step_limit[-1])):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import LayerConfig, MambaConfig, ModelConfig, ModelError, SharedBlocks, plain_json
+from services.worker.models.config import LayerConfig, MambaConfig, ModelConfig, ModelError, SharedBlocks
 from services.worker.models.hf_layers.shared import FED_MIXER, SHARED_BLOCK, ZAMBA2
 from services.worker.models.hf_rope import RawRope, read_ropes
 from services.worker.models.rope import Rope
@@ -73,7 +73,7 @@ def zamba_model_config(
     """What `text`, a `config.json`, says. `stop_tokens`: what ends its texts, given those that the config names. Raises
     ModelError, and msgspec's errors."""
     assert architecture == ZAMBA2
-    raw = msgspec.json.decode(plain_json(text), type=_RawZamba2, strict=True)
+    raw = msgspec.json.decode(text, type=_RawZamba2, strict=True)
     heads = raw.num_attention_heads
     kv_heads = heads if raw.num_key_value_heads is None else raw.num_key_value_heads
     intermediate_size = _MLP_SHARE * raw.hidden_size if raw.intermediate_size is None else raw.intermediate_size
