@@ -116,7 +116,7 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     part: str | None = None
     """Which part of a layer of the checkpoint it is, as its tensors are called there; None: all of it."""
     depth: int | None = None
-    """The how manieth it is of those that have one of the model's shared blocks; None: it has weights of its own."""
+    """Its number among those that have one of the model's shared blocks; None: it has weights of its own."""
     residual: tuple[ResidualScales, ResidualScales] | None = None
     """Where what attention, or a mixer, gives joins it, and where what the MLP gives does; None: nothing is scaled."""
 

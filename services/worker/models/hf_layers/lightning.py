@@ -12,7 +12,7 @@ the others as checkpoints are published."""
 
 class LightningConfig(Struct, frozen=True, kw_only=True):
     """Lightning attention (Qin et al., "Lightning Attention-2", arXiv:2401.04658): linear attention whose heads each
-    keep a sum of values by keys, `head_dim` times `head_dim` numbers, and forget at a pace of their own that is fixed;
+    keep a sum of values by keys, `head_dim` times `head_dim` numbers, and forget at a fixed rate of their own;
     each head has a query, a key and a value of its own."""
 
     heads: int

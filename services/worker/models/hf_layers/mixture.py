@@ -7,6 +7,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from services.worker.models.hf_layers.keys import first_given
+
 Scoring = Literal["softmax", "sigmoid"]
 
 
@@ -156,11 +158,11 @@ def read_mixture(raw: RawMixture) -> MixtureLayers:
     if family.routing is not None:
         return _deepseek(raw, family, family.routing)
     mixture = Mixture(
-        experts=_given(raw.num_experts, raw.num_local_experts, family.experts),
-        chosen=_given(raw.num_experts_per_tok, family.chosen),
-        intermediate_size=_given(raw.moe_intermediate_size, family.size) if family.size else raw.intermediate_size,
+        experts=first_given(raw.num_experts, raw.num_local_experts, family.experts),
+        chosen=first_given(raw.num_experts_per_tok, family.chosen),
+        intermediate_size=first_given(raw.moe_intermediate_size, family.size) if family.size else raw.intermediate_size,
         renormalised=bool(raw.norm_topk_prob) if family.renormalised is None else family.renormalised,
-        shared_size=family.shared_size and _given(raw.shared_expert_intermediate_size, family.shared_size),
+        shared_size=family.shared_size and first_given(raw.shared_expert_intermediate_size, family.shared_size),
         transposed=family.transposed,
         biased=family.biased,
     )
@@ -183,26 +185,26 @@ def _deepseek(raw: RawMixture, family: _Defaults, routing: _Routing) -> MixtureL
     if raw.norm_topk_prob and not corrected:
         raise ValueError(f"norm_topk_prob true is not supported for {raw.architectures[0]}")
     grouped = corrected or raw.topk_method == _LIMITED
-    size = _given(raw.moe_intermediate_size, family.size)
-    shared = _given(raw.n_shared_experts, routing.shared)
+    size = first_given(raw.moe_intermediate_size, family.size)
+    shared = first_given(raw.n_shared_experts, routing.shared)
     mixture = Mixture(
-        experts=_given(raw.n_routed_experts, raw.num_experts, raw.num_local_experts, family.experts),
-        chosen=_given(raw.num_experts_per_tok, family.chosen),
+        experts=first_given(raw.n_routed_experts, raw.num_experts, raw.num_local_experts, family.experts),
+        chosen=first_given(raw.num_experts_per_tok, family.chosen),
         intermediate_size=size,
         renormalised=routing.renormalised if raw.norm_topk_prob is None else raw.norm_topk_prob,
         shared_size=shared * size or None,
         shared_gated=False,
         scoring=routing.scoring,
-        groups=_given(raw.n_group, routing.groups) if grouped else 1,
-        chosen_groups=_given(raw.topk_group, routing.chosen_groups) if grouped else 1,
+        groups=first_given(raw.n_group, routing.groups) if grouped else 1,
+        chosen_groups=first_given(raw.topk_group, routing.chosen_groups) if grouped else 1,
         corrected=corrected,
-        scale=_given_factor(raw.routed_scaling_factor, routing.scale),
+        scale=first_given(raw.routed_scaling_factor, routing.scale),
     )
     _check(raw, mixture)
     _check_groups(mixture)
     if raw.mlp_layer_types is not None:
         return MixtureLayers(mixture, _named_mixing(raw, raw.mlp_layer_types))
-    dense = _given(raw.first_k_dense_replace, routing.dense)
+    dense = first_given(raw.first_k_dense_replace, routing.dense)
     return MixtureLayers(mixture, tuple(layer >= dense for layer in range(raw.num_hidden_layers)))
 
 
@@ -246,12 +248,3 @@ def _check(raw: RawMixture, mixture: Mixture) -> None:
             raise ValueError(f"{key} {value} is not positive")
     if not 1 <= mixture.chosen <= mixture.experts:
         raise ValueError(f"num_experts_per_tok {mixture.chosen}: there are {mixture.experts} experts")
-
-
-def _given_factor(value: float | None, default: float) -> float:
-    return default if value is None else value
-
-
-def _given(*values: int | None) -> int:
-    """The first value that is not None."""
-    return next(value for value in values if value is not None)

@@ -25,7 +25,7 @@ class SharedBlocks(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether queries, keys and values have such, too."""
 
     def block_of(self, depth: int) -> int:
-        """Which block the layer has that is the how manieth with one."""
+        """The block of the layer of this number among those that have one."""
         return depth % self.blocks
 
     def parameters(

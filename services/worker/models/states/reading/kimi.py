@@ -12,11 +12,12 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.models.config import DeltaConfig, LatentConfig, LayerConfig, Mixture, ModelConfig, ModelError
+from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.states.reading.model import (
     NO_ROPE,
-    first_given,
     layer_kinds,
     model_with_states,
+    require_groups,
     require_kernel,
     require_positive,
 )
@@ -213,15 +214,7 @@ def _mixture(raw: _RawKimi) -> Mixture:
         raise ModelError(
             f"moe_router_activation_func {raw.moe_router_activation_func!r} is not supported; supported: sigmoid"
         )
-    if experts % groups or experts // groups < 2:
-        raise ModelError(f"num_expert_group {groups}: {experts} experts are not so many groups of two and more")
-    if not 1 <= raw.topk_group <= groups:
-        raise ModelError(f"topk_group {raw.topk_group}: there are {groups} groups")
-    if not 1 <= chosen <= experts // groups * raw.topk_group:
-        raise ModelError(
-            f"num_experts_per_token {chosen}: there are {experts // groups * raw.topk_group} experts in "
-            f"{raw.topk_group} groups"
-        )
+    require_groups(("num_expert_group", groups), raw.topk_group, experts, ("num_experts_per_token", chosen))
     return Mixture(
         experts=experts,
         chosen=chosen,

@@ -10,11 +10,11 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.models.config import LayerConfig, MambaConfig, Mixture, ModelConfig, ModelError
+from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.hf_rope import RawRope, read_ropes
 from services.worker.models.rope import Rope
 from services.worker.models.states.reading.model import (
     NO_ROPE,
-    first_given,
     head_dim_of,
     layer_kinds,
     model_with_states,

@@ -18,10 +18,10 @@ from services.worker.models.config import (
     ModelError,
     ResidualScales,
 )
+from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 from services.worker.models.states.reading.model import (
-    first_given,
     head_dim_of,
     layer_kinds,
     model_with_states,

@@ -23,7 +23,6 @@ NO_ROPE = PlainRope(10_000.0)
 
 
 _Name = TypeVar("_Name", str, int)
-_Value = TypeVar("_Value")
 
 
 class RawModel(Protocol):
@@ -122,16 +121,24 @@ def layer_kinds(key: str, names: Sequence[_Name], known: Mapping[_Name, bool], c
     return [known[name] for name in names]
 
 
-def first_given(*values: _Value | None) -> _Value:
-    """The first that is not None, as one is: of a key with several names, and what is meant where none is there."""
-    return next(value for value in values if value is not None)
-
-
 def require_positive(**values: int) -> None:
     """Raises ModelError for a key of `config.json` whose value is not."""
     for key, value in values.items():
         if value < 1:
             raise ModelError(f"{key} {value} is not positive")
+
+
+def require_groups(groups: tuple[str, int], chosen_groups: int, experts: int, chosen: tuple[str, int]) -> None:
+    """Raises ModelError, with the keys of `config.json` that are given beside values, where `experts` are no groups of
+    two and more, as their scores are sums of the best two, or where so many are not chosen in `chosen_groups`."""
+    key, count = groups
+    each = experts // count
+    if experts % count or each < 2:
+        raise ModelError(f"{key} {count}: {experts} experts are not so many groups of two and more")
+    if not 1 <= chosen_groups <= count:
+        raise ModelError(f"topk_group {chosen_groups}: there are {count} groups")
+    if not 1 <= chosen[1] <= each * chosen_groups:
+        raise ModelError(f"{chosen[0]} {chosen[1]}: there are {each * chosen_groups} experts in {chosen_groups} groups")
 
 
 def require_kernel(key: str, kernel: int) -> None:

@@ -11,6 +11,7 @@ from services.worker.models.states.reading.model import (
     NO_ROPE,
     head_dim_of,
     model_with_states,
+    require_groups,
     require_kernel,
     require_positive,
 )
@@ -169,15 +170,7 @@ def _mixture(raw: _RawNemotronH) -> Mixture:
         moe_shared_expert_intermediate_size=raw.moe_shared_expert_intermediate_size,
         n_group=groups,
     )
-    if experts % groups or experts // groups < 2:
-        raise ModelError(f"n_group {groups}: {experts} experts are not so many groups of two and more")
-    if not 1 <= raw.topk_group <= groups:
-        raise ModelError(f"topk_group {raw.topk_group}: there are {groups} groups")
-    if not 1 <= chosen <= experts // groups * raw.topk_group:
-        raise ModelError(
-            f"num_experts_per_tok {chosen}: there are {experts // groups * raw.topk_group} experts in "
-            f"{raw.topk_group} groups"
-        )
+    require_groups(("n_group", groups), raw.topk_group, experts, ("num_experts_per_tok", chosen))
     return Mixture(
         experts=experts,
         chosen=chosen,
