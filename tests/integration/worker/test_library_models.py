@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from services.worker.distributed.communicator import SingleStage
 from services.worker.models.config import ModelError
-from services.worker.models.fallback.pipeline_stage import class_of_stage
+from services.worker.models.fallback.library_config import leave_out_towers
+from services.worker.models.fallback.pipeline_stage import class_of_stage, strip_to_stage
 from services.worker.models.sharding import PipelineStage
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
@@ -254,6 +255,25 @@ def test_a_stage_keeps_its_own_layers_and_no_others(cohere: TinyModel) -> None:
     layers = [{name for name in whole if f".{number}." in name and "norm" not in name} for number in range(3)]
     embedding = {"model.embed_tokens.weight"}
     assert names == [layers[0] | embedding, layers[1], layers[2] | embedding]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_stage_leaves_out_what_sees_and_refuses_other_positions(tmp_path: Path, number: int) -> None:
+    model: Any = library_model("LlavaNextVideo", tmp_path).reference
+    passing = strip_to_stage(model, PipelineStage(number, 3, number, number + 1))
+    assert any("vision_tower" in name for name, _ in model.named_parameters())
+    leave_out_towers(model, model.config, passing)
+    left = [name for name, _ in model.named_parameters()]
+    assert left
+    assert not [name for name in left if "vision_tower" in name]
+    forward = model.forward
+
+    def further_apart(position_ids: Tensor | None = None, **named: Any) -> Any:
+        return forward(position_ids=torch.tensor([[0, 9]]) if position_ids is None else position_ids, **named)
+
+    model.forward = further_apart
+    with pytest.raises(ModelError, match="LlavaNextVideoForConditionalGeneration counts positions otherwise than from"):
+        leave_out_towers(model, model.config, passing)
 
 
 @pytest.mark.parametrize("what", ["its token", "the layer before"])

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from services.worker.models.config import Dtype, ModelError
 from services.worker.models.fallback.adapters import implementation
 from services.worker.models.fallback.attention import NAME, MixingLayers, answered_by, register
+from services.worker.models.fallback.pipeline_stage import PassOfStage
 from services.worker.models.hf_config import stop_tokens
 from services.worker.models.pooling.classification import SUFFIX, TOKEN_SUFFIX
 from shared.models.audio_models import WHISPER
@@ -176,10 +177,10 @@ def _multimodal_class(config: PretrainedConfig) -> Any:
 
 
 @torch.inference_mode()
-def leave_out_towers(model: nn.Module, config: PretrainedConfig) -> None:
-    """Leaves of a model with images or sounds what a text passes: its towers would take memory, and are never asked.
-    A model that cannot compute a text stays as it is: whoever loads it says so. Raises ModelError where the library
-    counts positions otherwise than from 0."""
+def leave_out_towers(model: nn.Module, config: PretrainedConfig, passing: PassOfStage) -> None:
+    """Leaves of a model with images or sounds, or of a stage of one, what a text passes: its towers would take memory,
+    and are never asked. A model that cannot compute a text stays as it is: whoever loads it says so. Raises ModelError
+    where the library counts positions otherwise than from 0."""
     if not any(getattr(config, name, None) is not None for name in _TOWERS):
         return
     owner: Any = model
@@ -191,10 +192,17 @@ def leave_out_towers(model: nn.Module, config: PretrainedConfig) -> None:
     handles = [module.register_forward_pre_hook(note) for module in model.modules()]
     positions = torch.arange(2).unsqueeze(0)
     ids = positions + 3
+    size = config.get_text_config(decoder=True).hidden_size
+    rows = None if passing.first is None else torch.linspace(-1, 1, 2 * size, dtype=owner.dtype).view(2, size)
+
+    def computed(**beside: Tensor) -> Tensor:
+        output = passing.run(lambda: owner(input_ids=ids, use_cache=False, **beside), rows)
+        found: Tensor = output if isinstance(output, Tensor) else output.logits
+        return found
+
     try:
         with answered_by(MixingLayers()):
-            given = owner(input_ids=ids, position_ids=positions, use_cache=False).logits
-            own = owner(input_ids=ids, use_cache=False).logits
+            given, own = computed(position_ids=positions), computed()
     except Exception:  # of the library: it is tried again, and told, when the decoder is made
         return
     finally:

@@ -115,7 +115,7 @@ class LibraryModel:
         stage, communicator, device = share.stage, share.communicator, share.device
         model, passing = self._whole_stage(stage, share.dtype, dummy=dummy)
         adapt(model, self._own)
-        leave_out_towers(model, self._own)
+        leave_out_towers(model, self._own, passing)
         rows = _head_rows(model, judged_by) if judged_by and stage.is_last else None
         experts = _SplitExperts.of(model, share)
         split_heads = communicator.world_size > 1 and shard_model(model, communicator, share.quantization)
