@@ -45,7 +45,8 @@ class TileProcessor:
         squares."""
         raw = msgspec.json.decode((folder / "preprocessor_config.json").read_bytes(), type=_RawTiles)
         if raw.size.height != raw.size.width or raw.size.height < 1 or raw.max_patches < 1:
-            raise ValueError("preprocessor_config.json: size and max_patches: at least one square tile is needed")
+            found = f"size {raw.size.height} by {raw.size.width} and max_patches {raw.max_patches}"
+            raise ValueError(f"preprocessor_config.json: {found} are not allowed; at least one square tile is needed")
         self._raw, self._side = raw, raw.size.height
         self._canvases = canvases(raw.max_patches, self._side)
 

@@ -193,6 +193,17 @@ def test_what_one_process_writes_to_another_does_not_see() -> None:
         os.pwrite(arena.file, b"x", 0)
 
 
+def test_memory_is_found_where_the_machine_has_none_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `vm.memfd_noexec` asks for it, with a seal more."""
+    never_executed = 8  # MFD_NOEXEC_SEAL, Linux 6.3
+    monkeypatch.setattr(os, "MFD_CLOEXEC", os.MFD_CLOEXEC | never_executed)
+    try:
+        arena = sealed()
+    except NotShared as refusal:
+        pytest.skip(f"Linux is older: {refusal}")
+    assert open_sealed(f"/proc/self/fd/{arena.file}")[2] == b"content"
+
+
 def test_memory_is_free_once_nobody_has_the_weights() -> None:
     arena = sealed()
     piece, file = arena.memory[:100], arena.file

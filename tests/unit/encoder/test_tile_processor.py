@@ -33,9 +33,14 @@ def test_tiles_are_the_librarys(tmp_path: Path, size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "written", [{"size": {"height": 0, "width": 0}}, {"size": {"height": 28, "width": 56}}, {"max_patches": 0}]
+    ("written", "named"),
+    [
+        ({"size": {"height": 0, "width": 0}}, "size 0 by 0"),
+        ({"size": {"height": 28, "width": 56}}, "size 28 by 56"),
+        ({"max_patches": 0}, "max_patches 0"),
+    ],
 )
-def test_what_makes_no_tiles_is_an_error(tmp_path: Path, written: dict[str, object]) -> None:
+def test_what_makes_no_tiles_is_an_error(tmp_path: Path, written: dict[str, object], named: str) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match="at least one square tile is needed"):
+    with pytest.raises(ValueError, match=f"{named}.*; at least one square tile is needed"):
         TileProcessor(tmp_path)

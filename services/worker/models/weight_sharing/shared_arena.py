@@ -27,7 +27,8 @@ _MADV_POPULATE_READ, _MADV_COLLAPSE = 22, 25
 _MAP_NORESERVE = 0x4000
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALED = 0x1 | 0x2 | 0x4 | 0x8
-"""No more seals, and the file neither shrinks nor grows nor is written to (F_SEAL_…, fcntl(2))."""
+"""No more seals, and the file neither shrinks nor grows nor is written to (F_SEAL_…, fcntl(2)). The machine's settings
+may have one more, that it is not executed (`vm.memfd_noexec`)."""
 _LENGTH_BYTES = 8
 
 
@@ -120,7 +121,7 @@ def open_sealed(path: str) -> tuple[int, Tensor, bytes]:
         raise NotShared(str(error)) from None
     try:
         found = os.fstat(file)
-        if found.st_uid != os.geteuid() or fcntl.fcntl(file, _F_GET_SEALS) != _SEALED:
+        if found.st_uid != os.geteuid() or fcntl.fcntl(file, _F_GET_SEALS) & _SEALED != _SEALED:
             raise NotShared("it is not sealed, or somebody else's")
         length = int.from_bytes(os.pread(file, _LENGTH_BYTES, found.st_size - _LENGTH_BYTES), "little")
         if length > found.st_size - _LENGTH_BYTES:
