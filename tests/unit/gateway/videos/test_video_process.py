@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
+from av.stream import Disposition
 from msgspec.structs import replace
 from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -26,6 +29,7 @@ from shared.messages.model_card import VideoModel
 from tests.support.models.tiny_videos import Frames, noise, video
 from tests.support.models.torchvision_stub import import_without_torchvision
 
+WRITES_AV1 = "libsvtav1" in av.codecs_available
 QWEN2, QWEN3 = VideoModel(), VideoModel(sampling="ends", timed=True)
 GLM4V = VideoModel(sampling="seconds", timed=True, stamp="first")
 GLM46V = VideoModel(sampling="paces", timed=True, stamp="first")
@@ -90,7 +94,14 @@ def test_as_many_frames_are_looked_at_as_llava_onevision_was_trained_with() -> N
 
 @pytest.mark.parametrize(
     ("form", "codec"),
-    [("mp4", "libx264"), ("mp4", "mpeg4"), ("webm", "libvpx"), ("webm", "libvpx-vp9"), ("mp4", "libx265")],
+    [
+        ("mp4", "libx264"),
+        ("mov", "mpeg4"),
+        ("webm", "libvpx"),
+        ("webm", "libvpx-vp9"),
+        ("matroska", "libx265"),
+        pytest.param("mp4", "libsvtav1", marks=pytest.mark.skipif(not WRITES_AV1, reason="PyAV writes no AV1 here")),
+    ],
 )
 def test_frames_are_those_that_are_shown_at_their_times(form: str, codec: str) -> None:
     """Some between two that stand alone, some before; of an odd number the last one twice."""
@@ -134,6 +145,23 @@ def test_a_codec_that_is_not_named_is_refused() -> None:
         (reply,) = decode_video(video(noise(2, (64, 64)), 25, form, codec), QWEN2)
         assert isinstance(reply, VideoRefusal)
         assert reply.message.startswith("its codec is not allowed; h264,")
+
+
+def test_a_file_without_a_video_is_refused() -> None:
+    """A sound alone, with a picture of the whole; and a video of no frames."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as to:
+        sound: Any = to.add_stream("aac", rate=16_000)
+        cover: Any = to.add_stream("png")
+        cover.width, cover.height, cover.pix_fmt, cover.disposition = 64, 64, "rgb24", Disposition.attached_pic
+        to.mux(cover.encode(av.VideoFrame.from_ndarray(noise(1, (64, 64))[0])))
+        samples = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        samples.rate = 16_000
+        to.mux([*sound.encode(samples), *sound.encode()])
+    without_sizes = video(noise(2, (64, 64)), codec="mpeg4").replace(b"stsz", b"free")
+    (empty,) = decode_video(without_sizes, QWEN2)
+    assert list(decode_video(file.getvalue(), QWEN2)) == [VideoRefusal("there is no video in the file")]
+    assert empty == VideoRefusal("there is no frame in the video")
 
 
 def test_no_file_opens_another_one() -> None:
