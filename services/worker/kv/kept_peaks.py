@@ -37,8 +37,7 @@ def kept_peak(parts: tuple[object, ...], measure: Callable[[], int]) -> int:
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_private(path, str(found).encode())
-        for old in sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime)[:-MAX_KEPT]:
-            old.unlink(missing_ok=True)
+        forget_oldest(folder, MAX_KEPT)
     return found
 
 
@@ -46,6 +45,13 @@ def kept_folder(name: str) -> Path:
     """The folder of this name among those that this user's workers keep things in."""
     base = process_environment().get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "baton" / name
+
+
+def forget_oldest(folder: Path, most: int) -> None:
+    """Removes all files of such a folder but the newest ones. Raises OSError, as where another process does the
+    same."""
+    for old in sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime)[:-most]:
+        old.unlink(missing_ok=True)
 
 
 def key_of(parts: tuple[object, ...]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from services.worker.kv.kept_peaks import kept_folder
+from services.worker.kv.kept_peaks import forget_oldest, kept_folder
 from services.worker.models.weight_sharing.shared_arena import NotShared, progress_of
 from shared.private_files import private_opener
 
@@ -59,7 +59,8 @@ def holders_of(key: str) -> Iterator[WeightHolders]:
         raise NotShared(f"processes cannot be found: {error}") from None
     try:
         _wait_for_turn(file)
-        _forget_oldest(folder)
+        with suppress(OSError):  # another process does the same
+            forget_oldest(folder, MAX_KEYS)
         yield WeightHolders(file)
     finally:
         with suppress(OSError):
@@ -91,9 +92,3 @@ def _locked(file: int) -> bool:
 
 def _lines(file: int) -> list[str]:
     return os.pread(file, 1 << 16, 0).decode(errors="replace").splitlines()
-
-
-def _forget_oldest(folder: Path) -> None:
-    with suppress(OSError):  # another process does the same
-        for old in sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime)[:-MAX_KEYS]:
-            old.unlink(missing_ok=True)
