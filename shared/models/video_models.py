@@ -101,8 +101,8 @@ def read_video_model(folder: Path) -> VideoModel | None:
     timed = _is(named, _QWEN3)
     return VideoModel(
         fps=fps,
-        min_frames=min(processor.min_frames, MAX_FRAMES),
-        max_frames=min(processor.max_frames, MAX_FRAMES),
+        min_frames=_bounded(processor.min_frames),
+        max_frames=_bounded(processor.max_frames),
         sampling="ends" if timed else "steps",
         positions_per_second=raw.vision_config.tokens_per_second if _QWEN2_5 in named else None,
         timed=timed,
@@ -154,7 +154,7 @@ def _is(named: tuple[str, ...], architectures: tuple[str, ...]) -> bool:
 
 
 def _bounded(frames: float) -> int:
-    return max(1, min(int(frames), MAX_FRAMES))
+    return int(max(1, min(frames, MAX_FRAMES)))
 
 
 def _processor(folder: Path) -> _RawProcessor:

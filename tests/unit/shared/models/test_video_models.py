@@ -1,0 +1,55 @@
+"""How many frames of a video a model's files ask for: never none, and never more than a message may say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shared.messages.encoder import MAX_FRAMES
+from shared.models.video_models import read_video_model
+
+MODELS = (
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm46VForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+)
+
+
+def written(folder: Path, architecture: str, processor: dict[str, object]) -> Path:
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "video_token_id": 5}))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("count", [-4, 0, 1, 10**9])
+def test_some_frames_are_looked_at_whatever_the_files_say(tmp_path: Path, architecture: str, count: int) -> None:
+    said = {"min_frames": count, "max_frames": count, "num_frames": count, "max_duration": count * 1e298, "fps": 1e9}
+    video = read_video_model(written(tmp_path, architecture, said))
+    assert video is not None
+    assert 1 <= video.max_frames <= MAX_FRAMES
+    assert video.sampling not in ("ends", "steps") or 1 <= video.min_frames <= MAX_FRAMES
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said", "most"),
+    [
+        (MODELS[0], {"max_frames": 24}, 24),
+        (MODELS[1], {"max_frames": 24}, 24),
+        (MODELS[2], {"max_duration": 10, "fps": 3}, 30),
+        (MODELS[2], {}, MAX_FRAMES),
+        (MODELS[3], {"max_frames": 24}, MAX_FRAMES),
+        (MODELS[4], {"num_frames": 8}, 8),
+        (MODELS[4], {}, 32),
+    ],
+)
+def test_as_many_are_looked_at_as_they_say(
+    tmp_path: Path, architecture: str, said: dict[str, object], most: int
+) -> None:
+    video = read_video_model(written(tmp_path, architecture, said))
+    assert video is not None
+    assert video.max_frames == most
