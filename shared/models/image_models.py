@@ -43,6 +43,13 @@ IMAGE_ARCHITECTURES = (
 """Those that are served with their tower, of sight or, of the last one, of hearing."""
 LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4)
 """The same of those whose language model `transformers` computes."""
+KIMI_K2_5 = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+"""As published files have it, and as `transformers` writes it."""
+LFM2_VL = "Lfm2VlForConditionalGeneration"
+TOWERLESS_ARCHITECTURES = (*KIMI_K2_5, LFM2_VL)
+"""Those that are served without their tower, for texts alone."""
+NESTING_ARCHITECTURES = (*IMAGE_ARCHITECTURES, *TOWERLESS_ARCHITECTURES)
+"""Those within which a language model is that Baton's own code computes."""
 
 
 _TOKENS = {
@@ -85,6 +92,19 @@ class _RawImageModel(Struct):
     image_token_index: int | None = None
     audio_token_index: int = 151_646
     text_config: _RawLanguageModel = field(default_factory=_RawLanguageModel)
+
+
+class _RawArchitectures(Struct):
+    architectures: tuple[str, ...] = ()
+
+
+def nests_language_model(folder: Path) -> bool:
+    """Whether the tensors of the model in `folder` are named as those of a language model within another one."""
+    try:
+        raw = msgspec.json.decode((folder / "config.json").read_bytes(), type=_RawArchitectures)
+    except (OSError, msgspec.MsgspecError):
+        return False
+    return any(each in (*NESTING_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES) for each in raw.architectures)
 
 
 def read_image_model(folder: Path) -> ImageModel | None:

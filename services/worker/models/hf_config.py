@@ -23,8 +23,9 @@ from services.worker.models.hf_layers.multi_axis import LANGUAGE_MODELS as MULTI
 from services.worker.models.hf_layers.multi_axis import multi_axis_language_model
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 from services.worker.models.states.reading.readers import STATE_READERS
+from services.worker.models.weight_files import has_head_tensor
 from services.worker.ops.interface import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
-from shared.models.image_models import IMAGE_ARCHITECTURES
+from shared.models.image_models import NESTING_ARCHITECTURES
 
 _T = TypeVar("_T")
 
@@ -138,6 +139,8 @@ _NO_WINDOW = ("LlamaForCausalLM", *LATENT_ARCHITECTURES)
 _NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", *LATENT_ARCHITECTURES)
 """Their layers are alike, whatever `layer_types` says."""
 
+_NESTING = tuple(each for each in NESTING_ARCHITECTURES if each not in STATE_READERS)
+
 _OTHER_TENSORS = ("exaone",)
 """Model types whose tensors have other names than those of their architecture."""
 
@@ -214,13 +217,13 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     parts = (outline, outline.text_config)
     if not quantized and any(part is not None and part.quantization_config is not None for part in parts):
         raise ModelError(f"{path}: quantization_config is set: a checkpoint that is read here may not be quantized")
-    named = outline.architectures
-    stateful = next((each for each in named if each in STATE_READERS), None)
+    whole = next((each for each in outline.architectures if each in _NESTING), None)
+    if whole is not None:
+        described = _language_model(path, whole, described)
+        outline = _outline(path, described)
+    stateful = next((each for each in outline.architectures if each in STATE_READERS), None)
     if stateful is not None:
         return _stateful_config(path, stateful, described)
-    sees = next((each for each in named if each in IMAGE_ARCHITECTURES), None)
-    if sees is not None:
-        described = _language_model(path, sees, described)
     raw = _decode(path, _RawConfig, described)
     headless = not any(each in _FAMILIES for each in raw.architectures)
     raw.architectures = [_BASES.get(each, each) for each in raw.architectures]
@@ -245,7 +248,9 @@ def _outline(path: Path, described: bytes | None = None) -> _RawArchitectures:
 def _language_model(path: Path, architecture: str, described: bytes | None) -> bytes:
     text = plain_json(path.read_bytes() if described is None else described)
     try:
-        return (multi_axis_language_model if architecture in MULTI_AXIS else language_model)(text, architecture)
+        if architecture in MULTI_AXIS:
+            return multi_axis_language_model(text, architecture)
+        return language_model(text, architecture, lambda: has_head_tensor(path.parent))
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
 
@@ -278,7 +283,7 @@ def is_native(model_dir: Path) -> bool:
     """Whether the model is of an architecture that is read here, as a decoder. Raises ModelError where there is no
     configuration, or one with numbers that no model has."""
     raw = _outline(model_dir / "config.json")
-    known = (*_FAMILIES, *_BASES, *STATE_READERS, *IMAGE_ARCHITECTURES)
+    known = (*_FAMILIES, *_BASES, *STATE_READERS, *_NESTING)
     if raw.use_bidirectional_attention or raw.model_type in _OTHER_TENSORS:
         return False
     return any(each in known for each in raw.architectures)
@@ -291,7 +296,7 @@ def architectures_of(model_dir: Path) -> list[str]:
 
 def has_head(model_dir: Path) -> bool:
     """Whether a model that is read here has a language model head. Raises ModelError."""
-    known = (*_FAMILIES, *STATE_READERS, *IMAGE_ARCHITECTURES)
+    known = (*_FAMILIES, *STATE_READERS, *_NESTING)
     return any(each in known for each in architectures_of(model_dir))
 
 

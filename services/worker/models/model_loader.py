@@ -70,7 +70,7 @@ from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.quantized import Scheme
 from services.worker.ops.torch_ops import TorchOps
 from shared.messages.model_card import PoolingCard
-from shared.models.image_models import read_image_model
+from shared.models.image_models import nests_language_model
 from shared.models.sound_models import read_sound_model
 from shared.models.video_models import read_video_model
 from shared.telemetry.startup import STARTUP
@@ -323,7 +323,7 @@ def _tensors(
         dtype,
         device=settings.device,
         base="model.",
-        language_model=read_image_model(settings.folder) is not None,
+        language_model=nests_language_model(settings.folder),
         rest=rest,
     ) as checkpoint:
         if plugin is not None:

@@ -7,7 +7,7 @@ ahead comes in large requests, many at a time, while libraries are imported and 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -19,6 +19,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PIECE = 2 << 20
 """Bytes. Of one request Linux takes no more than its device takes at once (mm/readahead.c, force_page_cache_ra)."""
+_LENGTH_BYTES = 8
+_MAX_HEADER = 100 << 20
+"""Bytes that the safetensors library reads of a header."""
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -37,6 +40,24 @@ def weight_files(model_dir: Path) -> list[Path]:
                 raise msgspec.ValidationError(f"weight_map: {name!r} lies outside of the model's directory")
         return [model_dir / name for name in sorted(set(names))]
     return [model_dir / SINGLE] if (model_dir / SINGLE).exists() else []
+
+
+def has_head_tensor(model_dir: Path) -> bool | None:
+    """Whether the directory's safetensors have a tensor of a language model's head, by their names alone; None where
+    there are no such files, or they are not as they should be, which is for those to say who read them."""
+    try:
+        names = _tensor_names(model_dir)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return any("lm_head" in name.split(".") for name in names) if names else None
+
+
+def _tensor_names(model_dir: Path) -> Iterable[str]:
+    if (index := model_dir / INDEX).exists():
+        return msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    with (model_dir / SINGLE).open("rb") as file:
+        size = min(int.from_bytes(file.read(_LENGTH_BYTES), "little"), _MAX_HEADER)
+        return msgspec.json.decode(file.read(size), type=dict[str, msgspec.Raw])
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta, EmbeddingTable, Ops, PackedLinear
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.speculation.proposer import Proposer
-from shared.models.image_models import read_image_model
+from shared.models.image_models import nests_language_model
 
 
 class Drafter(Protocol):
@@ -150,7 +150,7 @@ class TargetModel:
     def open_checkpoint(self) -> AbstractContextManager[Checkpoint]:
         """The model's, whose tensors have the names that its language model alone would give them. Raises ModelError
         on entering."""
-        sees = read_image_model(self.folder) is not None
+        sees = nests_language_model(self.folder)
         return open_checkpoint(self.folder, self.dtype, device=self.device, base="model.", language_model=sees)
 
     def _numbers(self, table: EmbeddingTable) -> Tensor:

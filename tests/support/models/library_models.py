@@ -282,6 +282,29 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
 }
 """Of checkpoints with images, by the same names: what is said of the part that reads text."""
 
+NESTED: dict[str, dict[str, Any]] = {
+    "InternVL": {**_SHAPE, "model_type": "qwen2"},
+    "Kimi_K25": {
+        **LANGUAGE_MODELS["Kimi_K25"],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 50_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 0.707,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "Lfm2Vl": {
+        **{name: each for name, each in _SHAPE.items() if name != "head_dim"},
+        "block_multiple_of": 16,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "model_type": "lfm2",
+    },
+    "Mistral3": {**_SHAPE, "model_type": "mistral"},
+}
+"""The same of those whose language model is native."""
+
 ONE_STAGE = (
     "CTRL",
     "Dory",
@@ -300,28 +323,28 @@ _REFERENCES = {"Falcon (ALiBi)": "sdpa"}
 biases twice in transformers 5: to the mask, and to the scores."""
 
 
-def library_config(architecture: str, **changes: Any) -> PretrainedConfig:
-    """The tiny configuration of `architecture`, with `changes`."""
+def library_config(architecture: str, *, tied: bool = False, **changes: Any) -> PretrainedConfig:
+    """The tiny configuration of `architecture`, with `changes`. `tied`: what it says of a head beside a tower."""
     kind = getattr(transformers, f"{architecture.partition(' ')[0]}Config", None)
     if kind is None:
         pytest.skip(f"transformers {transformers.__version__} does not know {architecture}")
-    if architecture in LANGUAGE_MODELS:
-        text = {**LANGUAGE_MODELS[architecture], **changes}
+    if (text := NESTED.get(architecture, LANGUAGE_MODELS.get(architecture))) is not None:
+        text = {**text, **changes}
         own = default.to_dict() if (default := getattr(kind(), "vision_config", None)) is not None else {}
         tower = {"model_type": own.get("model_type"), **{key: each for key, each in _TOWER.items() if key in own}}
-        settings: dict[str, Any] = {"text_config": text, "vision_config": tower, "tie_word_embeddings": False}
+        settings: dict[str, Any] = {"text_config": text, "vision_config": tower, "tie_word_embeddings": tied}
     else:
         settings = {**ARCHITECTURES[architecture], **changes}
     config: PretrainedConfig = kind(**settings)
     return config
 
 
-def library_model(architecture: str, path: Path, **changes: Any) -> TinyModel:
+def library_model(architecture: str, path: Path, *, tied: bool = False, **changes: Any) -> TinyModel:
     """Writes the checkpoint to `path`. The same weights every time; norms and biases too are random."""
     torch.manual_seed(sum(map(ord, architecture)))
-    build = AutoModelForImageTextToText if architecture in LANGUAGE_MODELS else AutoModelForCausalLM
+    build = AutoModelForImageTextToText if architecture in {*LANGUAGE_MODELS, *NESTED} else AutoModelForCausalLM
     model = build.from_config(
-        library_config(architecture, **changes), attn_implementation=_REFERENCES.get(architecture, "eager")
+        library_config(architecture, tied=tied, **changes), attn_implementation=_REFERENCES.get(architecture, "eager")
     )
     with torch.no_grad():
         for name, weight in model.named_parameters():
