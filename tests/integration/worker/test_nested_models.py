@@ -4,6 +4,7 @@ tower, and whether the head is the embedding."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.hf_layers.llava import language_model
 from tests.support.models.library_models import library_model
+from tests.support.models.quantised_files import PACKED, compressed
 from tests.support.models.tiny_models import VOCABULARY, TinyModel
 from tests.support.worker.library_situations import check_mixed_batch, check_resumed_sequences
 from tests.support.worker.plan_driver import Driver
@@ -27,6 +29,7 @@ PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(70)]
 OUTPUT = 4
 LAYERS, LATENT, ROTATED = 3, 32, 8
 """Of the tiny Kimi K2.5."""
+_EXPERT = re.compile(r"language_model\.model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 @pytest.fixture
@@ -71,32 +74,47 @@ def test_a_token_of_kimi_is_cached_as_a_latent(tmp_path: Path) -> None:
 
 
 def test_kimi_as_it_is_published(tmp_path: Path, recorded: list[Tensor]) -> None:
-    """`kimi_k2` as the kind of text, the older spelling of a rotation, code of its own, and names without `model.`."""
+    """`kimi_k2` as the kind of text, the older spelling of a rotation, code of its own, and experts in four bits."""
     model = library_model("Kimi_K25", tmp_path)
-    as_published(model.path)
+    exact = model.logits(PROMPT)
+    as_published(model)
     agrees(model, recorded)
+    assert (model.logits(PROMPT) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
 
 
-def as_published(folder: Path) -> None:
-    """Rewrites what `transformers` wrote of the tiny Kimi K2.5."""
-    path = folder / "config.json"
+def as_published(model: TinyModel) -> None:
+    """Rewrites what `transformers` wrote of the tiny Kimi K2.5, and rounds the reference's experts."""
+    path, file = model.path / "config.json", model.path / "model.safetensors"
     config = json.loads(path.read_text())
     text = config["text_config"]
     rope = text.pop("rope_parameters")
     text |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 0}
     text |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
     text |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    text["quantization_config"] = PACKED
     config |= {
         "architectures": ["KimiK25ForConditionalGeneration"],
+        "tie_word_embeddings": False,
         "auto_map": {"AutoModel": "modeling_kimi_k25.KimiK25ForConditionalGeneration"},
     }
     path.write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
-    renamed = {
-        name.replace("language_model.model.blocks.", "language_model.model.layers."): tensors[name] for name in tensors
-    }
-    assert "language_model.model.layers.0.self_attn.kv_b_proj.weight" in renamed
-    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    tensors: dict[str, Tensor] = {}
+    parameters = dict(model.reference.named_parameters())
+    for written, tensor in load_file(file).items():
+        name = written.replace("language_model.model.blocks.", "language_model.model.layers.")
+        expert = _EXPERT.fullmatch(name)
+        if expert is None:
+            tensors[name] = tensor
+            continue
+        codes, numbers = compressed(tensor)
+        tensors |= {f"{name.removesuffix('weight')}{key}": each.contiguous() for key, each in codes.items()}
+        layer, number, part = expert.groups()
+        experts = f"model.language_model.layers.{layer}.mlp.experts."
+        of_two = {"gate": slice(None, len(numbers)), "up": slice(len(numbers), None), "down": slice(None)}
+        stacked = parameters[experts + ("down_proj" if part == "down" else "gate_up_proj")]
+        stacked.data[int(number), of_two[part]] = numbers
+    assert "language_model.model.layers.1.mlp.experts.0.up_proj.weight_packed" in tensors
+    save_file(tensors, file, {"format": "pt"})
 
 
 @pytest.mark.parametrize("architecture", ["InternVL", "Kimi_K25", "Lfm2Vl", "Mistral3"])
