@@ -306,7 +306,6 @@ NESTED: dict[str, dict[str, Any]] = {
 """The same of those whose language model is native."""
 
 ONE_STAGE = (
-    "CTRL",
     "Dory",
     "Gemma3nText",
     "Gemma4Text",

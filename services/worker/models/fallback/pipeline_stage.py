@@ -187,8 +187,8 @@ class SkippedEmbedding(_Skipped):
         self._width = own.embedding_dim
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [..., n] → [..., n, hidden]."""
-        return (ids + 1).to(self.weight.dtype).unsqueeze(-1).expand(*ids.shape, self._width)
+        """ids [..., n] → [..., n, hidden], which CTRL scales in place."""
+        return (ids + 1).to(self.weight.dtype).unsqueeze(-1).repeat_interleave(self._width, -1)
 
 
 def strip_to_stage(model: nn.Module, stage: PipelineStage) -> PassOfStage:
