@@ -248,9 +248,8 @@ def _outline(path: Path, described: bytes | None = None) -> _RawArchitectures:
 def _language_model(path: Path, architecture: str, described: bytes | None) -> bytes:
     text = plain_json(path.read_bytes() if described is None else described)
     try:
-        if architecture in MULTI_AXIS:
-            return multi_axis_language_model(text, architecture)
-        return language_model(text, architecture, lambda: has_head_tensor(path.parent))
+        read = multi_axis_language_model if architecture in MULTI_AXIS else language_model
+        return read(text, architecture, lambda: has_head_tensor(path.parent))
     except ValueError as error:
         raise ModelError(f"{path}: {error}") from None
 

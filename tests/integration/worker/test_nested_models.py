@@ -17,6 +17,7 @@ from services.worker.executor.host_runner import HostRunner
 from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.hf_layers.llava import language_model
+from services.worker.models.hf_layers.multi_axis import multi_axis_language_model
 from tests.support.models.library_models import library_model
 from tests.support.models.quantised_files import PACKED, compressed
 from tests.support.models.tiny_models import VOCABULARY, TinyModel
@@ -149,8 +150,9 @@ def test_a_head_of_its_own_is_read_where_nothing_is_said_of_the_whole(
         (None, False, True, False),
         (True, False, False, True),
         (True, False, True, False),
-        (True, False, None, False),
-        (True, None, None, True),
+        (True, False, None, True),
+        (True, None, True, True),
+        (None, False, None, False),
         (False, True, False, True),
         (False, True, True, False),
         (True, True, True, True),
@@ -176,3 +178,12 @@ def test_other_kinds_of_text_are_refused(architecture: str, supported: str, tmp_
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=f"text_config.model_type 'llama' is not supported; supported: {supported}"):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_tensors_decide_of_heads_beside_positions_of_three_axes(has_head: bool) -> None:
+    """Releases before the fifth wrote `true` into `text_config` of Qwen2.5-VL, whose larger ones have heads."""
+    text = {"tie_word_embeddings": True, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    whole = json.dumps({"tie_word_embeddings": False, "text_config": text}).encode()
+    alone = multi_axis_language_model(whole, "Qwen2_5_VLForConditionalGeneration", lambda: has_head)
+    assert json.loads(alone)["tie_word_embeddings"] is not has_head

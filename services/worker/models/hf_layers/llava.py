@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from services.worker.models.hf_layers.tied_heads import TIED, HasHead, tied_head, without_tensors, without_ties
 from shared.models.image_models import GEMMA, KIMI_K2_5, LFM2_VL, LLAVA_ONEVISION, MISTRAL3
 
 LANGUAGE_MODELS = {
@@ -25,10 +25,6 @@ _OWN_MODELS = {
     LFM2_VL: {"lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM"},
 }
 """Those of others, by the architecture of the whole."""
-
-_TIED, _TIED_LFM2 = "tie_word_embeddings", "tie_embedding"
-_TIED_BY_DEFAULT = (GEMMA, MISTRAL3, "InternVLForConditionalGeneration", *KIMI_K2_5, LFM2_VL)
-"""Those whose head is the embedding where nothing is said of the whole."""
 
 LANGUAGE_MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -82,18 +78,14 @@ or most sizes out."""
 
 class _RawLlava(Struct):
     text_config: dict[str, Any]
-    tie_word_embeddings: bool | None = None
-    tie_embedding: bool | None = None
-    """Another name of it, of LFM2-VL, which comes first."""
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
 
 
-def language_model(text: bytes, architecture: str, has_head: Callable[[], bool | None] = lambda: None) -> bytes:
+def language_model(text: bytes, architecture: str, has_head: HasHead = without_tensors) -> bytes:
     """The configuration of the language model within `text`, the `config.json` of one of these, as if that were
-    all. `has_head`: whether the checkpoint has a tensor for it; None: there are no tensors. Raises ValueError for one
-    that is not read, and msgspec's errors."""
+    all. Raises ValueError for one that is not read, and msgspec's errors."""
     whole = msgspec.json.decode(text, type=_RawLlava)
     known = _OWN_MODELS.get(architecture, LANGUAGE_MODELS)
     kind = whole.text_config.get("model_type", next(iter(known)))
@@ -102,27 +94,11 @@ def language_model(text: bytes, architecture: str, has_head: Callable[[], bool |
     outside = {
         "dtype": whole.dtype or whole.torch_dtype,
         "eos_token_id": whole.eos_token_id,
-        _TIED: _tied(whole, architecture, has_head),
+        TIED: tied_head(text, architecture, has_head),
     }
     given = {key: value for key, value in outside.items() if value is not None}
-    text_config = {key: value for key, value in whole.text_config.items() if key not in (_TIED, _TIED_LFM2)}
-    own = {**LANGUAGE_MODEL_DEFAULTS.get(kind, {}), **given, **text_config}
+    own = {**LANGUAGE_MODEL_DEFAULTS.get(kind, {}), **given, **without_ties(whole.text_config)}
     return msgspec.json.encode({**own, "architectures": [known[kind]]})
-
-
-def _tied(whole: _RawLlava, architecture: str, has_head: Callable[[], bool | None]) -> bool | None:
-    """Whether the head is the embedding. The library goes by what is said of the whole, and by the tensors where there
-    are two that differ; releases before its fifth said it in `text_config`."""
-    own = whole.text_config.get(_TIED_LFM2, whole.text_config.get(_TIED))
-    said = whole.tie_word_embeddings if whole.tie_embedding is None else whole.tie_embedding
-    by_default = True if architecture in _TIED_BY_DEFAULT else None
-    outside = by_default if said is None else said
-    if outside == own or not (outside or own):
-        return outside
-    found = has_head()
-    if found is None:
-        return said if own is None else own
-    return not found
 
 
 def language_model_name(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from services.worker.models.hf_layers.tied_heads import TIED, HasHead, tied_head, without_tensors
 from shared.models.image_models import GLM4V, GLM4V_MOE, GLM46V
 
 _QWEN2: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
@@ -29,7 +30,6 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """The language model's architecture, what `transformers` takes where nothing is said, and its rotation, by the
 architecture of the whole."""
 
-_TIED = "tie_word_embeddings"
 _OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id")
 _ROTATED = "partial_rotary_factor"
 
@@ -42,7 +42,7 @@ class _RawWhole(Struct):
     vision_config: _RawTower | None = None
 
 
-def multi_axis_language_model(text: bytes, architecture: str) -> bytes:
+def multi_axis_language_model(text: bytes, architecture: str, has_head: HasHead = without_tensors) -> bytes:
     """The configuration of the language model within `text`, the `config.json` of that architecture, as if that were
     all. Both spellings are read: published files have it beside the tower's, later releases of `transformers` write it
     into `text_config`. Raises ValueError for a rotation that is not read, and msgspec's errors."""
@@ -55,8 +55,8 @@ def multi_axis_language_model(text: bytes, architecture: str) -> bytes:
     alone, defaults, sections = LANGUAGE_MODELS[architecture]
     given = {key: whole[key] for key in _OF_THE_WHOLE if whole.get(key) is not None}
     read = {**defaults, **given, **{key: value for key, value in own.items() if value is not None}}
-    if (tied := whole.get(_TIED)) is not None:
-        read[_TIED] = tied  # the head is the whole's; Qwen3-VL's mixtures say otherwise of their language model
+    if (tied := tied_head(text, architecture, has_head)) is not None:
+        read[TIED] = tied
     key = next((each for each in ("rope_scaling", "rope_parameters") if read.get(each)), "rope_parameters")
     beside = {_ROTATED: read[_ROTATED]} if _ROTATED in read else {}
     if not isinstance(said := read.get(key) or {}, dict):
