@@ -107,6 +107,7 @@ def test_towers_and_further_predictions_take_no_memory_of_the_language_models(tm
             *("model.layers.0.mlp.up_proj.qweight", "model.layers.1.mlp.up_proj.qweight", "lm_head.weight"),
             *("model.layers.2.eh_proj.weight", "mtp.layers.0.fc.weight"),
             *("visual.blocks.0.weight", "model.vision_tower.layers.0.weight", "multi_modal_projector.weight"),
+            "mm_projector.proj.0.weight",
         )
     }
     save_file(tensors, tmp_path / "model.safetensors")
