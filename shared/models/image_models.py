@@ -94,14 +94,14 @@ class _RawImageModel(Struct):
     text_config: _RawLanguageModel = field(default_factory=_RawLanguageModel)
 
 
-class _RawArchitectures(Struct):
+class _RawArchitectureNames(Struct):
     architectures: tuple[str, ...] = ()
 
 
 def nests_language_model(folder: Path) -> bool:
     """Whether the tensors of the model in `folder` are named as those of a language model within another one."""
     try:
-        raw = msgspec.json.decode((folder / "config.json").read_bytes(), type=_RawArchitectures)
+        raw = msgspec.json.decode((folder / "config.json").read_bytes(), type=_RawArchitectureNames)
     except (OSError, msgspec.MsgspecError):
         return False
     return any(each in (*NESTING_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES) for each in raw.architectures)

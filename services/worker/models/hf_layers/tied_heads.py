@@ -29,7 +29,7 @@ class _RawTies(Struct):
         return self.tie_word_embeddings if self.tie_embedding is None else self.tie_embedding
 
 
-class _RawWhole(_RawTies):
+class _RawTiesOfWhole(_RawTies):
     text_config: _RawTies | None = None
 
 
@@ -49,7 +49,7 @@ def tied_head(text: bytes, architecture: str, has_head: HasHead) -> bool | None:
     The library goes by what is said of the whole, and in some models by `text_config`, too, where releases before its
     fifth said it, and often wrongly; of two tensors that differ it ties none. So tensors decide where the two differ.
     Raises msgspec's errors."""
-    whole = msgspec.json.decode(text, type=_RawWhole)
+    whole = msgspec.json.decode(text, type=_RawTiesOfWhole)
     own = None if whole.text_config is None else whole.text_config.said
     outside = True if whole.said is None and architecture in _BY_DEFAULT else whole.said
     if outside == own or not (outside or own):
