@@ -4,12 +4,14 @@ again."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.cluster.conversations import DEADLINE, QUESTIONS, client_of, stream_chat
 from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.paths import DEMO_MODEL
 from tests.support.worker.weight_holder import shared_kilobytes
 
 RANKS = ("engine-1-rank0", "engine-2-rank0")
@@ -18,7 +20,9 @@ TOKENS = 100
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("weights"), engines=2, kvstore="0") as stack:
+    model = tmp_path_factory.mktemp("model") / "demo"
+    shutil.copytree(DEMO_MODEL, model)  # its own files: stacks of other tests hold the demo model's weights, too
+    with running_stack(tmp_path_factory.mktemp("weights"), model=model, engines=2, kvstore="0") as stack:
         yield stack
 
 
