@@ -202,7 +202,7 @@ def _indexer() -> Iterator[Launch]:
                 "DIM": INDEX_DIM,
                 "DIM_PAD": INDEX_DIM,
                 "BLOCK": 16,
-                "APART": 64 + INDEX_DIM,
+                "KEY_STRIDE": 64 + INDEX_DIM,
             }
             | {"TILE": TOKENS_OF_TILE, "TILES": TILES_OF_PROGRAM},
             num_stages=SCORE_STAGES,

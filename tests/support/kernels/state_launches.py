@@ -85,7 +85,7 @@ def _chunks(heads: int, dim: int, state: int) -> Iterator[Launch]:
     yield Launch(
         f"state space {heads} from chunk to chunk",
         hand_on_chunks_kernel,
-        dict.fromkeys(("states", "kept", "added"), "*fp32") | counted,
+        dict.fromkeys(("states", "decay_factors", "added"), "*fp32") | counted,
         {"HEADS": heads, "NUMBERS": dim * state, "BLOCK": NUMBERS_AT_ONCE},
         must=frozenset({"load16", "store16"}),
         rare=heads != 80,
