@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import BatchMeta, StateCache, StateMixer, StateRows
+from services.worker.ops.interface import BatchMeta, StateCache, StateMixer, StateOps, StateRows
 from services.worker.ops.torch_mixers.convolution import CHUNK
 from tests.support.worker.native_batches import native
 
@@ -69,6 +69,31 @@ def mixed_in_steps(
     mixed = {slot: torch.cat(parts) for slot, parts in outputs.items()}
     assert {slot: len(each) for slot, each in mixed.items()} == {slot: len(each) for slot, each in rows.items()}
     return mixed
+
+
+def assert_steps_are_the_recurrence(
+    ops: StateOps,
+    mixer: StateMixer,
+    cache: StateCache,
+    reference: Callable[[Tensor], tuple[Tensor, Tensor]],
+    width: int,
+    *,
+    atol: float = 2e-5,
+    state_atol: float = 2e-5,
+    rtol: float = 1e-4,
+) -> dict[int, Tensor]:
+    """Four sequences of rows of `width` numbers, cut differently, in slots of `cache` that hold what is no number until
+    they begin, have the outputs and the last state that `reference` makes of their rows in float64. → the rows."""
+    torch.manual_seed(6)
+    rows = {slot: torch.randn(length, width) for slot, length in LENGTHS.items()}
+    mixed = mixed_in_steps(lambda given, shares: ops.mix(given, mixer, cache, meta_of(shares)), rows)
+    for slot in LENGTHS:
+        expected, state = reference(rows[slot])
+        torch.testing.assert_close(mixed[slot].double(), expected, atol=atol, rtol=rtol)
+        torch.testing.assert_close(cache.states[slot].double(), state, atol=state_atol, rtol=rtol)
+    others = [slot for slot in range(len(cache.states)) if slot not in LENGTHS]
+    assert cache.states[others].isnan().all(), "nobody else's state is written"
+    return rows
 
 
 def assert_rows_do_not_depend_on_cuts(mixer: StateMixer, cache: Callable[[], StateCache], width: int) -> None:

@@ -17,7 +17,13 @@ from services.worker.ops.native.build import Level, runnable_levels
 from services.worker.ops.torch_mixers.convolution import CHUNK
 from services.worker.ops.torch_mixers.states import TorchStates
 from tests.support.worker.native_batches import native
-from tests.support.worker.state_steps import LENGTHS, Share, assert_rows_do_not_depend_on_cuts, meta_of, mixed_in_steps
+from tests.support.worker.state_steps import (
+    LENGTHS,
+    Share,
+    assert_rows_do_not_depend_on_cuts,
+    assert_steps_are_the_recurrence,
+    meta_of,
+)
 
 HEADS, DIM, KEY, KERNEL, SLOTS = 3, 19, 21, 4, 9
 VALUES, KEYS = HEADS * DIM, HEADS * KEY
@@ -81,16 +87,9 @@ def ops(request: pytest.FixtureRequest) -> StateOps:
 def test_sequences_in_steps_of_every_length_are_the_recurrence(ops: StateOps) -> None:
     """Four sequences, cut differently, in slots that hold what is no number until they begin."""
     own, states = net(), cache(torch.nan)
-    torch.manual_seed(6)
-    rows = {slot: torch.randn(length, PROJECTED) for slot, length in LENGTHS.items()}
-    mixed = mixed_in_steps(lambda given, shares: ops.mix(given, own, states, meta_of(shares)), rows)
+    rows = assert_steps_are_the_recurrence(ops, own, states, lambda given: reference(given, own), PROJECTED, atol=5e-5)
     for slot in LENGTHS:
-        expected, state = reference(rows[slot], own)
-        torch.testing.assert_close(mixed[slot].double(), expected, atol=5e-5, rtol=1e-4)
-        torch.testing.assert_close(states.states[slot].double(), state, atol=2e-5, rtol=1e-4)
         assert torch.equal(states.windows[slot], rows[slot][1 - KERNEL :, VALUES : VALUES + CHANNELS])
-    others = [slot for slot in range(SLOTS) if slot not in LENGTHS]
-    assert states.states[others].isnan().all(), "nobody else's state is written"
 
 
 @pytest.mark.parametrize(

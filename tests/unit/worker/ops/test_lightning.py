@@ -11,7 +11,10 @@ from services.worker.ops.interface import StateCache, StateOps, StateSpace
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.torch_mixers.states import TorchStates
 from tests.support.worker.state_spaces import lightning
-from tests.support.worker.state_steps import LENGTHS, assert_rows_do_not_depend_on_cuts, meta_of, mixed_in_steps
+from tests.support.worker.state_steps import (
+    assert_rows_do_not_depend_on_cuts,
+    assert_steps_are_the_recurrence,
+)
 
 SLOTS = 9
 
@@ -43,15 +46,9 @@ def test_sequences_in_steps_of_every_length_are_the_recurrence(ops: StateOps) ->
     """Cut differently, in slots that hold what is no number until they begin. One head forgets nearly nothing."""
     own = lightning(6, 12)
     states = cache(own, torch.nan)
-    torch.manual_seed(6)
-    rows = {slot: torch.randn(length, 3 * 6 * 12) for slot, length in LENGTHS.items()}
-    mixed = mixed_in_steps(lambda given, shares: ops.mix(given, own, states, meta_of(shares)), rows)
-    for slot in LENGTHS:
-        expected, state = reference(rows[slot], own)
-        torch.testing.assert_close(mixed[slot].double(), expected, atol=1e-4, rtol=1e-5)
-        torch.testing.assert_close(states.states[slot].double(), state, atol=1e-4, rtol=1e-5)
-    others = [slot for slot in range(SLOTS) if slot not in LENGTHS]
-    assert states.states[others].isnan().all(), "nobody else's state is written"
+    assert_steps_are_the_recurrence(
+        ops, own, states, lambda given: reference(given, own), 3 * 6 * 12, atol=1e-4, state_atol=1e-4, rtol=1e-5
+    )
 
 
 def test_native_rows_are_the_same_to_the_last_bit_however_a_sequence_is_cut() -> None:

@@ -11,7 +11,13 @@ from services.worker.ops.interface import StateCache, StateOps, StateSpace
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.torch_mixers.convolution import CHUNK
 from services.worker.ops.torch_mixers.states import TorchStates
-from tests.support.worker.state_steps import LENGTHS, Share, assert_rows_do_not_depend_on_cuts, meta_of, mixed_in_steps
+from tests.support.worker.state_steps import (
+    LENGTHS,
+    Share,
+    assert_rows_do_not_depend_on_cuts,
+    assert_steps_are_the_recurrence,
+    meta_of,
+)
 
 HEADS, DIM, GROUPS, STATE, KERNEL, SLOTS = 6, 8, 2, 12, 4, 9
 CHANNELS = HEADS * DIM + 2 * GROUPS * STATE
@@ -68,17 +74,11 @@ def ops(request: pytest.FixtureRequest) -> StateOps:
 def test_sequences_in_steps_of_every_length_are_the_recurrence(ops: StateOps) -> None:
     """Four sequences, cut differently, in slots that hold what is no number until they begin."""
     own, states = space(), cache(torch.nan)
-    torch.manual_seed(6)
-    rows = {slot: torch.randn(length, HEADS * DIM + CHANNELS + HEADS) for slot, length in LENGTHS.items()}
-    mixed = mixed_in_steps(lambda given, shares: ops.mix(given, own, states, meta_of(shares)), rows)
+    width = HEADS * DIM + CHANNELS + HEADS
+    rows = assert_steps_are_the_recurrence(ops, own, states, lambda given: reference(given, own), width)
     for slot in LENGTHS:
-        expected, state = reference(rows[slot], own)
-        torch.testing.assert_close(mixed[slot].double(), expected, atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(states.states[slot].double(), state, atol=2e-5, rtol=1e-4)
         inputs = rows[slot][1 - KERNEL :, HEADS * DIM : HEADS * DIM + CHANNELS]
         assert torch.equal(states.windows[slot], inputs)
-    others = [slot for slot in range(SLOTS) if slot not in LENGTHS]
-    assert states.states[others].isnan().all(), "nobody else's state is written"
 
 
 def test_states_do_not_overflow_where_much_is_forgotten(ops: StateOps) -> None:
