@@ -52,7 +52,10 @@ def end_orphans(run_dir: Path, *, now: bool) -> str | None:
         with contextlib.suppress(  # then without order
             NatsServerUnavailable, RedisServerUnavailable, PortTaken, BusError, OSError, ExceptionGroup
         ):
-            asyncio.run(stack.run(stops=2 if now else 1))
+            try:
+                asyncio.run(stack.run(stops=2 if now else 1))
+            except asyncio.CancelledError:  # by a signal, and everything is ended
+                raise KeyboardInterrupt from None
     with held(run_dir):
         end_strays(run_dir)
         removed = remove_leftovers(run_dir)

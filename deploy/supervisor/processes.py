@@ -6,6 +6,7 @@ only used together with the process's start time: a pid alone may by now be some
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -183,6 +184,21 @@ class ChildProcesses:
         while not all(child.has_ended() for child in self._children.values()) and time.monotonic() < deadline:
             time.sleep(KILL_POLL)
         self.exited()
+
+
+@contextlib.contextmanager
+def handled_signals(end: Callable[[], None], child_ended: Callable[[], None]) -> Iterator[None]:
+    """Within the context the event loop calls these: `end` for what asks this process to end, in place of a
+    KeyboardInterrupt wherever it is, which would leave behind a process that is started and not yet noted."""
+    loop = asyncio.get_running_loop()
+    called = {signal.SIGCHLD: child_ended, signal.SIGINT: end, signal.SIGTERM: end, signal.SIGHUP: end}
+    for number, handler in called.items():
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in called:
+            loop.remove_signal_handler(number)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -44,7 +44,7 @@ from deploy.supervisor.keeper import keeper_command
 from deploy.supervisor.launch import CommandLineOf, service_command
 from deploy.supervisor.log_files import LAST_LINES, LogFolder, failure_reason, full_disk, last_lines
 from deploy.supervisor.network import reserved_port
-from deploy.supervisor.processes import ChildProcesses, RemoteEvents, RemoteProcesses
+from deploy.supervisor.processes import ChildProcesses, RemoteEvents, RemoteProcesses, handled_signals
 from deploy.supervisor.servers.arenas import remove_leftovers
 from deploy.supervisor.servers.federation import NAME as FEDERATION
 from deploy.supervisor.servers.federation import FederationServer
@@ -146,6 +146,8 @@ class Stack:
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
         self.stop_asked = asyncio.Event()
+        self._task: asyncio.Task[Any] | None = None
+        self._serves = False
         self._bus: Bus
 
     @property
@@ -191,11 +193,13 @@ class Stack:
             ):
                 logging.raiseExceptions = False  # one that cannot be written is not worth a traceback on the terminal
                 set_up_logs("supervisor", "supervisor", self.spec.log_level, own_log)
-                await self._run_all(beside, left, stops)
+                with handled_signals(self._end, self._wake.set):
+                    await self._run_all(beside, left, stops)
         if self._failure is not None:
             raise self._failure
 
     async def _run_all(self, beside: Sequence[Beside], left: LeftStack | None, stops: int) -> None:
+        self._task = asyncio.current_task()
         try:
             processes = [] if left is None else [record.member().process for record in left.state.members]
             elsewhere = {} if self._remote is None else await self._remote.adopt(processes)
@@ -269,41 +273,37 @@ class Stack:
             await self._bus.serve(topics.scaling(), self._obey)
         if cluster is not None:
             await self._bus.serve(topics.host_scaling(cluster.node), self._obey)
-        with self._signals():
-            async with asyncio.TaskGroup() as tasks:
-                waiting = (
-                    self._listen,
-                    lambda: self._executor.announce(self._bus),
-                    self._watch,
-                    lambda: self._access.look_after(self._bus, self._watch_clock),
-                    self._start_deadline,
-                    *((lambda: hosts.run(self._bus, self._handle, self.stop),) if hosts is not None else ()),
-                    *((self._remote.run,) if self._remote is not None else ()),
-                    *beside,
-                )
-                for event in self._news:
-                    self._handle(event)
-                background = [tasks.create_task(each()) for each in waiting]
-                self._wake.set()
-                await self._ended.wait()
-                for task in background:
-                    task.cancel()
-            if self._remote is not None:
-                await self._remote.end()
-            if hosts is not None:
-                await hosts.end(self._bus)
+        self._serves = True
+        async with asyncio.TaskGroup() as tasks:
+            waiting = (
+                self._listen,
+                lambda: self._executor.announce(self._bus),
+                self._watch,
+                lambda: self._access.look_after(self._bus, self._watch_clock),
+                self._start_deadline,
+                *((lambda: hosts.run(self._bus, self._handle, self.stop),) if hosts is not None else ()),
+                *((self._remote.run,) if self._remote is not None else ()),
+                *beside,
+            )
+            for event in self._news:
+                self._handle(event)
+            background = [tasks.create_task(each()) for each in waiting]
+            self._wake.set()
+            await self._ended.wait()
+            for task in background:
+                task.cancel()
+        if self._remote is not None:
+            await self._remote.end()
+        if hosts is not None:
+            await hosts.end(self._bus)
+        self._serves = False
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                loop.remove_signal_handler(number)
+    def _end(self) -> None:
+        """By a signal: while it serves, in order; before and after that by the end of `run`, at once."""
+        if self._serves:
+            self.stop()
+        elif self._task is not None:
+            self._task.cancel()
 
     # ---- what happens
 

@@ -44,6 +44,8 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
     try:
         with _remote_processes(spec) as remote, blank_processes(TEMPLATES if spec.forks else 0):
             asyncio.run(_run(Stack(spec, remote=remote), output, begun, ready_fd))
+    except asyncio.CancelledError:  # by a signal, and everything is ended
+        raise KeyboardInterrupt from None
     except StackRunning:
         raise CommandError(
             f"stack {spec.name!r} runs already (baton ps, baton down); a second one needs --name and --port"

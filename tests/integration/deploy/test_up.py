@@ -171,7 +171,38 @@ def test_an_interrupt_before_a_stack_in_the_background_is_ready_leaves_nothing(t
         time.sleep(LOOK_EVERY)
     typed.send_signal(signal.SIGINT)
     assert typed.wait(START_DEADLINE) == 130
-    assert psutil.wait_procs(of_the_stack(run_dir), timeout=10)[1] == []  # their keeper would end them much later
+    assert psutil.wait_procs(of_the_stack(run_dir), timeout=30)[1] == []  # their keeper would end them much later
+
+
+TOLD_IN_THE_MIDDLE = """
+import os, signal, subprocess
+
+class Told(subprocess.Popen):
+    def __init__(self, argv, **more):
+        super().__init__(argv, **more)
+        if "deploy.supervisor.keeper" in argv:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+subprocess.Popen = Told
+from deploy.cli import main
+main()
+"""
+
+
+def test_told_to_end_between_the_start_of_a_process_and_the_note_of_it_a_stack_leaves_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = ("up", "--device=sim", "--port=0", "--kvstore-memory=0", f"--run-dir={run_dir}")
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD_IN_THE_MIDDLE, *options],
+        cwd=REPOSITORY,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=START_DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert "keeper" in (run_dir / "logs" / "supervisor.log").read_text()  # it had been started
+    assert psutil.wait_procs(of_the_stack(run_dir), timeout=30)[1] == []
 
 
 @pytest.mark.faults
