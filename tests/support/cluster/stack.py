@@ -250,7 +250,8 @@ class RunningStack:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for _, identity in marked_processes(self.run_dir):
-            os.kill(identity.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since it was found
+                os.kill(identity.pid, signal.SIGKILL)
         remove_leftovers(self.run_dir)
 
     def wait_until_it_serves(self) -> None:
