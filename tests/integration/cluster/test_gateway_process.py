@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.support.cluster.nats_server import NatsServer
-from tests.support.gateway.fake_services import MODEL, said
+from tests.support.gateway.fake_services import MODEL, eventually, said
 from tests.support.gateway.gateway_process import gateway_process
 from tests.support.paths import REPOSITORY
 
@@ -30,8 +30,10 @@ async def stream(http: httpx2.AsyncClient, tokens: int) -> str:
 async def test_streams_survive_an_outage_of_the_bus(own_nats: NatsServer) -> None:
     async with gateway_process(own_nats) as (http, _, ring):
         streams = [asyncio.create_task(stream(http, 60)) for _ in range(4)]
-        while len(ring.running) < 4 or min(ring.running.values()) < 5:
-            await asyncio.sleep(0.01)
+        ring.step = 0.5  # none ends before all have begun
+        await eventually(lambda: len(ring.running) == 4)
+        ring.step = 0.02
+        await eventually(lambda: min(ring.running.values()) >= 5)
         own_nats.kill()
         await asyncio.sleep(0.3)
         own_nats.start()
