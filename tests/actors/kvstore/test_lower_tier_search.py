@@ -408,6 +408,7 @@ async def test_a_request_whose_prefetch_has_stopped_short_gets_at_its_deadline_w
     client, others = Client(store), Others(NAMES, stuck_after=5)
     async with searching(store, None, others) as search:
         search.prefetch(prefetches(client))
+        await others.stuck.wait()
         assert blocks_in(await answered(search, asks(client, 100, source=ELSEWHERE, deadline=0.2))) == 5
         others.unstuck.set()
         await until(lambda: search.prefetching == 0)

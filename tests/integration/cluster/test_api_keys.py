@@ -8,12 +8,13 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 from deploy.cli.keys import new_key
-from tests.support.cluster.conversations import client_of
+from tests.support.cluster.conversations import DEADLINE, client_of
 from tests.support.cluster.stack import RunningStack, running_stack
 
 RUNNING = 4
@@ -101,12 +102,18 @@ async def test_limits_hold_over_both_gateways(keyed: KeyedStack) -> None:
                 await keyed.ask("few", client)
                 admitted += 1
     assert 3 <= admitted <= 3 + (time.monotonic() - began) / 20
-    lines = [
-        json.loads(line)
-        for gateway in keyed.stack.instances("gateway")
-        for line in keyed.stack.log(gateway).splitlines()
-        if '"audit"' in line
-    ]
-    statuses = [line["status"] for line in lines if line.get("key") == "few"]
-    assert sorted(statuses) == [200] * admitted + [429] * (10 - admitted)
-    assert not any("fox" in json.dumps(line) for line in lines)
+    async with asyncio.timeout(DEADLINE):  # they are written behind the answers
+        while len(lines := audits(keyed.stack, "few")) < 10:
+            await asyncio.sleep(0.05)
+    assert sorted(line["status"] for line in lines) == [200] * admitted + [429] * (10 - admitted)
+    assert not any("fox" in log for log in logs(keyed.stack))
+
+
+def audits(stack: RunningStack, key: str) -> list[dict[str, Any]]:
+    """What its gateways have noted of the requests with this key that they answered."""
+    lines = [json.loads(line) for log in logs(stack) for line in log.splitlines() if '"audit"' in line]
+    return [line for line in lines if line.get("key") == key]
+
+
+def logs(stack: RunningStack) -> list[str]:
+    return [stack.log(gateway) for gateway in stack.instances("gateway")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import httpx2
@@ -10,6 +11,7 @@ import psutil
 import pytest
 from openai import AsyncOpenAI
 
+from tests.support.cluster.conversations import DEADLINE
 from tests.support.cluster.stack import RunningStack
 
 PROMPT = "The capital of France is Paris, and the capital of Italy is Rome. " * 6
@@ -49,15 +51,24 @@ async def test_a_pause_loses_nothing(stack: RunningStack, client: AsyncOpenAI) -
         (await http.post("/pause?mode=keep")).raise_for_status()
         assert (await http.get("/is_paused")).json()["is_paused"] is True
         newcomer = asyncio.create_task(client.completions.create(**asked))
-        await asyncio.sleep(1.5)  # until its report is of the time since
-        steps = (await http.get("/server_info")).json()["engines"]["engine-1"]["steps"]
-        await asyncio.sleep(2.5)  # longer than requests may be silent without being asked after
-        info = (await http.get("/server_info")).json()["engines"]["engine-1"]
-        assert (info["steps"], info["paused"], newcomer.done()) == (steps, "all", False)
+        await until_still(http)
+        assert not newcomer.done()
         (await http.post("/resume")).raise_for_status()
         assert (await http.get("/is_paused")).json()["is_paused"] is False
     assert text + "".join([chunk.choices[0].text async for chunk in stream]) == before
     assert (await newcomer).choices[0].text == before
+
+
+async def until_still(http: httpx2.AsyncClient) -> None:
+    """Until the engine says that it is paused, and has computed nothing for longer than requests may be silent without
+    being asked after."""
+    steps, since = None, time.monotonic()
+    async with asyncio.timeout(DEADLINE):
+        while time.monotonic() - since < 2.5:
+            await asyncio.sleep(0.1)
+            said = (await http.get("/server_info")).json()["engines"]["engine-1"]
+            if said["steps"] != steps or said["paused"] != "all":  # its report may be of the time before
+                steps, since = said["steps"], time.monotonic()
 
 
 async def test_an_engine_that_slept_says_what_it_said_before(stack: RunningStack, client: AsyncOpenAI) -> None:
