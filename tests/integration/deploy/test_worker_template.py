@@ -27,6 +27,12 @@ MODULE = "tests.support.forked"
 DEADLINE = 60.0
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that takes its time on a busy machine is not given up."""
+    monkeypatch.setattr("deploy.supervisor.template.link.FORK_TIMEOUT", DEADLINE)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE):
         while not condition():

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from deploy.supervisor.processes import ChildProcesses, marked_processes
+from deploy.supervisor.template import blanks, link
 from deploy.supervisor.template.blanks import blank_processes
 from deploy.supervisor.template.link import TemplateProcess
 
@@ -19,7 +20,7 @@ DEADLINE = 60.0
 
 
 async def run(folder: Path) -> dict[str, object]:
-    blanks = {child.pid for child in psutil.Process().children()}
+    blank_pids = {child.pid for child in psutil.Process().children()}
     children = ChildProcesses(dict(os.environ), folder)
     template = TemplateProcess("template", [MODULE], lambda: None)
     children.start_template(template, ["--some", "flag"], folder / "template.log", {})
@@ -39,7 +40,7 @@ async def run(folder: Path) -> dict[str, object]:
                 "marked": sorted({"template", "one"} & set(found)),
                 "argv": [word for word in shown.cmdline() if word][1:],
                 "descriptors": [shown.num_fds(), parent.num_fds()],
-                "template is one of them": parent.pid in blanks,
+                "template is one of them": parent.pid in blank_pids,
                 "own session": os.getsid(shown.pid) == shown.pid and os.getsid(parent.pid) == parent.pid,
             }
             exits: dict[str, int | None] = {}
@@ -53,5 +54,6 @@ async def run(folder: Path) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    blanks.ANSWER_TIMEOUT = link.FORK_TIMEOUT = DEADLINE  # whoever takes longer on a busy machine is not given up
     with blank_processes(2):
         print(json.dumps(asyncio.run(run(Path(sys.argv[1])))))
