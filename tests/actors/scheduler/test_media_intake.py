@@ -77,8 +77,8 @@ class Engine:
 
     async def failure(self) -> str:
         """Why the next request fails, of which the gateway hears that it needs rows."""
-        missing = await asyncio.wait_for(self.said.get(), 10)
-        failed = await asyncio.wait_for(self.said.get(), 10)
+        missing = await asyncio.wait_for(self.said.get(), 60)
+        failed = await asyncio.wait_for(self.said.get(), 60)
         assert isinstance(missing, RowsMissing)
         assert isinstance(failed, RequestFailed)
         assert missing.request == failed.request
@@ -154,7 +154,7 @@ async def test_what_is_on_another_host_comes_by_the_bus(memory_bus: MemoryBus, t
     async with running(memory_bus, RowsMemory(None)) as engine:
         assert engine.intake.take(asking("both", A, B)) is None
         assert RequestId("both") in engine.intake
-        held = await asyncio.wait_for(engine.admitted.get(), 10)
+        held = await asyncio.wait_for(engine.admitted.get(), 60)
         assert [each.start for each in asked] == [0, 0, PIECE_BYTES]
         embeds = held.generation.prompt_embeds
         assert embeds is not None
@@ -178,7 +178,7 @@ async def test_rows_wait_for_room_in_their_order(memory_bus: MemoryBus, tmp_path
         engine.intake.cancel(RequestId("third"))
         assert engine.admitted.empty()
         engine.intake.release_ended(())
-        held = await asyncio.wait_for(engine.admitted.get(), 10)
+        held = await asyncio.wait_for(engine.admitted.get(), 60)
         assert held.generation.request == "second"
         assert await engine.rows(held) == [ROWS[A]]
         assert len(engine.intake) == 0

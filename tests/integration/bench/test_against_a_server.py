@@ -41,12 +41,12 @@ class Server:
 
     def __enter__(self) -> FakeOpenAI:
         self._thread.start()
-        assert self._up.wait(5)
+        assert self._up.wait(60)
         return self.fake
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(5)
+        self._thread.join(60)
         self._loop.close()
 
 

@@ -96,7 +96,7 @@ async def test_an_engine_of_two_processes_serves_survives_a_killed_worker_and_st
             await seen.bus.publish(topics.engine_requests(ENGINE), generate("long", PROMPT, max_tokens=480))
             await seen.until(lambda: any(e.request == "long" for e in seen.entries), "the first token")
             worker.kill()
-            worker.wait(10)
+            worker.wait(60)
             await seen.until(lambda: len(seen.final) == 1, "the request fails")
             await seen.until(lambda: seen.phases.get(ENGINE) == "starting", "the engine has no workers")
             worker = seen.spawn("worker", "rank-0", *flags)
@@ -107,7 +107,7 @@ async def test_an_engine_of_two_processes_serves_survives_a_killed_worker_and_st
         finally:
             for process in (scheduler, worker):
                 process.terminate()
-            codes = [await asyncio.to_thread(process.wait, 10) for process in (scheduler, worker)]
+            codes = [await asyncio.to_thread(process.wait, 60) for process in (scheduler, worker)]
         assert codes == [0, 0]
         await seen.until(lambda: set(seen.phases.values()) == {"stopped"}, "both say that they stopped")
 

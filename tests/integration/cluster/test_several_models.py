@@ -67,7 +67,7 @@ async def client(models: Models) -> AsyncIterator[AsyncOpenAI]:
 async def refused(client: AsyncOpenAI, model: str) -> openai.InternalServerError:
     """Who places requests hears a moment later that somebody drains. One that came before the gateway had heard it is
     kept, and waits for an engine as long as any open request: it is given up here."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while True:
             try:
                 await complete(client.with_options(timeout=5), model)

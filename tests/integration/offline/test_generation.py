@@ -177,7 +177,7 @@ def test_several_threads_may_ask_at_once(llm: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert [found[i] for i in range(len(PROMPTS))] == expected
 
 
@@ -207,7 +207,7 @@ def test_an_engine_that_is_closed_says_so(tmp_path: Path) -> None:
         llm.generate([[2, 3]], GREEDY)
     for thread in set(threading.enumerate()) - before:
         if thread.name != "grammars":
-            thread.join(5)
+            thread.join(60)
             assert not thread.is_alive(), thread
 
 

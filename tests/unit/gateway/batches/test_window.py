@@ -38,4 +38,4 @@ async def test_lines_wait_for_others_and_their_own_do_not_count_as_others() -> N
         await asyncio.sleep(0.15)
         assert not waiting.done()
         taken = 2
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)

@@ -65,16 +65,16 @@ async def test_rows_are_made_again_where_an_engine_found_them_lost(memory_bus: M
     assert not rows.remake(request, sent.put)
     rows.record_lost(request.request)
     assert rows.remake(request, sent.put)
-    assert await asyncio.wait_for(sent.get(), 10) == chat(image(MADE))
+    assert await asyncio.wait_for(sent.get(), 60) == chat(image(MADE))
     assert not rows.remake(request, sent.put), "the next attempt has rows again"
     for unmakeable in (chat(image(RowsName(bytes(15) + b"x"))), chat(own)):
         rows.record_lost(unmakeable.request)
         assert rows.remake(unmakeable, sent.put)
-        assert await asyncio.wait_for(sent.get(), 10) == unmakeable
+        assert await asyncio.wait_for(sent.get(), 60) == unmakeable
     encoder.refuses = True
     rows.record_lost(request.request)
     assert rows.remake(request, sent.put)
-    assert await asyncio.wait_for(sent.get(), 10) == request
+    assert await asyncio.wait_for(sent.get(), 60) == request
     running.cancel()
 
 
@@ -90,13 +90,13 @@ async def test_encoders_hear_what_open_requests_need(
     monkeypatch.setattr(open_rows, "RENEW_INTERVAL", 0.0)
     monkeypatch.setattr(open_rows, "ROWS_LEASE", 0.0)
     await rows.renew([chat(image(LOST)), chat(image(LOST), image(MADE), request="s"), replace(chat(), model="other")])
-    assert await asyncio.wait_for(heard.get(), 10) == RenewRows((LOST, MADE))
+    assert await asyncio.wait_for(heard.get(), 60) == RenewRows((LOST, MADE))
     await rows.renew([])
     rows.record_lost(RequestId("r"))
     sent: asyncio.Queue[Tokenize] = asyncio.Queue()
     running = asyncio.create_task(rows.run())
     assert rows.remake(chat(image(LOST)), sent.put)
-    assert await asyncio.wait_for(sent.get(), 10) == chat(image(LOST)), "its file is forgotten"
+    assert await asyncio.wait_for(sent.get(), 60) == chat(image(LOST)), "its file is forgotten"
     running.cancel()
 
 
