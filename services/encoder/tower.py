@@ -17,7 +17,7 @@ from services.encoder.image_decoder import DecodedFrames
 from services.encoder.image_process import DecodedImage
 from services.encoder.processors.frame_patches import FramePatches, SquareFrames
 from services.encoder.processors.image_processor import ImageProcessor, PreparedImage
-from services.encoder.processors.tile_processor import TileProcessor
+from services.encoder.processors.own_processors import OWN_PROCESSORS
 from shared.messages.generation import EMBEDDING_BYTES, MAX_MEDIA_BYTES, EmbeddingDtype, ImageGrid, PromptEmbeds
 from shared.models.image_models import ImageModel, read_image_model
 from shared.models.library_builds import BUILDING, first_line
@@ -68,8 +68,8 @@ class ImageTower:
         self._processor: Any
         self._projects = config.model_type == "llama4"
         """Whether what the library calls features of an image are those of its tower alone."""
-        if self._projects:
-            self._processor = TileProcessor(self._folder)
+        if (own := OWN_PROCESSORS.get(config.model_type)) is not None:
+            self._processor = own(self._folder)
         else:
             self._processor = processors.from_pretrained(self._folder, backend="pil")
         self._images = ImageProcessor(self._folder, images, config, self._processor, max_pixels)

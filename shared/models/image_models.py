@@ -16,6 +16,8 @@ GLM4V, GLM4V_MOE = "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGener
 GLM46V = "Glm46VForConditionalGeneration"
 LLAMA4 = "Llama4ForConditionalGeneration"
 GEMMA4 = "Gemma4ForConditionalGeneration"
+AYA_VISION = "AyaVisionForConditionalGeneration"
+COHERE2_VISION = "Cohere2VisionForConditionalGeneration"
 TILED = (
     "Idefics3ForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
@@ -41,7 +43,7 @@ IMAGE_ARCHITECTURES = (
     QWEN2_AUDIO,
 )
 """Those that are served with their tower, of sight or, of the last one, of hearing."""
-LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4)
+LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4, AYA_VISION, COHERE2_VISION)
 """The same of those whose language model `transformers` computes."""
 KIMI_K2_5 = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 """As published files have it, and as `transformers` writes it."""
@@ -126,6 +128,10 @@ def read_image_model(folder: Path) -> ImageModel | None:
     if GEMMA4 in raw.architectures:
         mutual = raw.text_config.use_bidirectional_attention == "vision"
         return ImageModel(258_880 if token is None else token, mutual=mutual, by_library=True)
+    if AYA_VISION in raw.architectures:
+        return ImageModel(255_036 if token is None else token, shown="<image>", by_library=True)
+    if COHERE2_VISION in raw.architectures:
+        return ImageModel(255_036 if token is None else token, by_library=True)
     if QWEN2_AUDIO in raw.architectures:
         return ImageModel(raw.audio_token_index, hears=True)
     if token is None:

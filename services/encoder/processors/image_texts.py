@@ -113,6 +113,40 @@ class Gemma4Text:
         return f"{self._begin}{int(made['num_soft_tokens_per_image'][0]) * token}{self._end}"
 
 
+class AyaText:
+    """Aya Vision's: the rows of each tile behind its number, those of the whole image at the end."""
+
+    settings: Mapping[str, Any] = {"crop_to_patches": True}
+
+    def __init__(self, config: Any, name_of: NameOf) -> None:
+        self._rows = _rows_of_a_tile(config)
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        rows = self._rows * token
+        tiles = (f"TILE_{number}{rows}" for number in range(1, int(made["num_patches"][0])))
+        return f"<|START_OF_IMG|>{''.join(tiles)}TILE_GLOBAL{rows}<|END_OF_IMG|>"
+
+
+class CommandText:
+    """Command A Vision's: a line break behind the rows of each tile, those of the whole image at the end."""
+
+    settings: Mapping[str, Any] = {}
+
+    def __init__(self, config: Any, name_of: NameOf) -> None:
+        self._rows = _rows_of_a_tile(config)
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        tile = f"{self._rows * token}<|IMG_LINE_BREAK|>"
+        return f"<|START_OF_IMG|>{int(made['num_patches'][0]) * tile}<|END_OF_IMG|>"
+
+
+def _rows_of_a_tile(config: Any) -> int:
+    tower = config.vision_config
+    return int((tower.image_size // tower.patch_size // config.downsample_factor) ** 2)
+
+
 TEXTS: dict[str, Callable[[Any, NameOf], ImageText]] = {
     "pixtral": PixtralText,
     "idefics3": IdeficsText,
@@ -120,5 +154,7 @@ TEXTS: dict[str, Callable[[Any, NameOf], ImageText]] = {
     "internvl": InternText,
     "llama4": LlamaText,
     "gemma4": Gemma4Text,
+    "aya_vision": AyaText,
+    "cohere2_vision": CommandText,
 }
 """By `model_type` of the tower, or of the model. Others have nothing but rows for an image."""

@@ -12,6 +12,7 @@ from PIL import Image
 from services.offline.errors import InvalidRequest
 from services.offline.llm import LLM
 from services.offline.requests import SamplingParams
+from tests.support.models.image_kinds import IMAGE_KINDS
 from tests.support.models.tiny_gemma4 import make_gemma4_model
 from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import ImageModel, image_part, make_image_model, picture, shown, text_part
@@ -22,7 +23,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    "make", [make_image_model, make_onevision_model, make_glm_model, make_llama4_model, make_gemma4_model]
+    "make",
+    [
+        make_image_model,
+        make_onevision_model,
+        make_glm_model,
+        make_llama4_model,
+        make_gemma4_model,
+        *(pytest.param(each, id=kind) for kind, each in IMAGE_KINDS.items()),
+    ],
 )
 def test_chats_with_images_say_what_the_library_says(tmp_path: Path, make: Callable[[Path], ImageModel]) -> None:
     model, images = make(tmp_path), [picture(0), picture(1)]

@@ -1,0 +1,71 @@
+"""Prepares images for Command A Vision's tower: tiles of a canvas that an image fills, and the whole of it behind them.
+
+As `Cohere2VisionImageProcessor` of the library does, which asks for torchvision; scaled by Pillow.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from msgspec import Struct, field
+from torch import Tensor
+
+from services.encoder.processors.pixel_scale import CLIP_DEVIATION, CLIP_MEAN, PixelScale, Triple
+
+
+class _RawCanvasTile(Struct):
+    height: int
+    width: int
+
+
+class _RawCanvas(Struct):
+    size: _RawCanvasTile = field(default_factory=lambda: _RawCanvasTile(512, 512))
+    crop_to_patches: bool = True
+    max_patches: int = 12
+    resample: int = 3
+    rescale_factor: float = 1 / 255
+    image_mean: Triple = CLIP_MEAN
+    image_std: Triple = CLIP_DEVIATION
+
+
+class CanvasProcessor:
+    """Knows how large a tile is, and how many there may be. Stateless."""
+
+    model_input_names = ("pixel_values",)
+
+    def __init__(self, folder: Path) -> None:
+        """Reads `preprocessor_config.json`. Raises OSError, msgspec's errors, and ValueError for tiles that are no
+        squares."""
+        raw = msgspec.json.decode((folder / "preprocessor_config.json").read_bytes(), type=_RawCanvas)
+        if raw.size.height != raw.size.width or raw.size.height < 1 or raw.max_patches < 1:
+            found = f"size {raw.size.height} by {raw.size.width} and max_patches {raw.max_patches}"
+            raise ValueError(f"preprocessor_config.json: {found} are not allowed; at least one square tile is needed")
+        self._most, self._side = raw.max_patches if raw.crop_to_patches else 1, raw.size.height
+        self._scale = PixelScale(raw.resample, raw.rescale_factor, raw.image_mean, raw.image_std)
+
+    def __call__(self, image: Any, *, return_tensors: str = "pt") -> dict[str, Tensor]:
+        """`image`: Pillow's. `pixel_values`: [tiles, 3, side, side]; `num_patches`: [tiles], the whole among them."""
+        side = self._side
+        columns, lines = self._tiles(image.width, image.height)
+        laid = self._scale.scaled(image, columns * side, lines * side)
+        tiles = laid.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 0, 3, 4).flatten(0, 1)
+        if lines * columns > 1:
+            tiles = torch.cat((tiles, self._scale.scaled(image, side, side)[None]))
+        return {"pixel_values": tiles, "num_patches": torch.tensor([len(tiles)])}
+
+    def _tiles(self, width: int, height: int) -> tuple[int, int]:
+        """Columns and lines: those for which an image is scaled up the least, or else down the least; of several the
+        fewest."""
+        sides = range(1, self._most + 1)
+        found = sorted(((columns, lines) for columns in sides for lines in sides), key=math.prod)
+        scales = {
+            (columns, lines): min(columns * self._side / width, lines * self._side / height)
+            for columns, lines in found
+            if columns * lines <= self._most
+        }
+        up = {each: scale for each, scale in scales.items() if scale >= 1}
+        return min(up, key=up.__getitem__) if up else max(scales, key=scales.__getitem__)

@@ -1,0 +1,16 @@
+"""Which models' images Baton prepares itself, as the library's processors of these ask for torchvision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from services.encoder.processors.canvas_processor import CanvasProcessor
+from services.encoder.processors.tile_processor import TileProcessor
+
+OWN_PROCESSORS: dict[str, Callable[[Path], Any]] = {
+    "llama4": TileProcessor,
+    "cohere2_vision": CanvasProcessor,
+}
+"""By `model_type`. Each is called with an image and returns what the library's would, by the same names."""

@@ -1,0 +1,14 @@
+"""Tiny models of every kind whose images were added after Gemma 4's, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from tests.support.models.tiny_cohere_vision import make_cohere_model
+from tests.support.models.tiny_images import ImageModel
+
+IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
+    "aya": partial(make_cohere_model, kind="aya"),
+    "command": partial(make_cohere_model, kind="command", seed=1),
+}
