@@ -42,7 +42,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> list[Streamed]:
 async def test_one_process_says_what_four_say_and_steps_pass_no_server(
     stack: RunningStack, apart: list[Streamed]
 ) -> None:
-    heard = await stack.ps()
+    heard = await stack.until_heard(lambda said: said.keys() >= set(ACTORS))
     assert len({heard[name].pid for name in ACTORS}) == 1
     assert {heard[name].phase for name in ACTORS} == {"ready"}
     subjects: Counter[str] = Counter()

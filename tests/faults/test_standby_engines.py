@@ -47,7 +47,7 @@ async def lose_a_rank(stack: RunningStack) -> None:
     """Its streams go on at the standby, and say what they say undisturbed; the engine stands by from then on."""
     await until_shown(stack, engine_1="ready", engine_2="standby")
     undisturbed = await streams(stack)
-    assert (await stack.ps())["engine-2"].engine.tokens == 0, "who stands by gets no requests"  # type: ignore[union-attr]
+    assert (await stack.heard())["engine-2"].engine.tokens == 0, "who stands by gets no requests"  # type: ignore[union-attr]
     started = asyncio.Event()
     open_streams = asyncio.create_task(streams(stack, started))
     async with asyncio.timeout(DEADLINE):

@@ -40,7 +40,7 @@ async def answers(stack: RunningStack, *, at_once: bool) -> list[str]:
 
 
 async def counted(stack: RunningStack, name: str) -> float:
-    port = (await stack.until_heard(lambda said: True))["engine-1"].metrics_port
+    port = (await stack.heard())["engine-1"].metrics_port
     async with httpx2.AsyncClient() as http:
         text = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if re.match(rf"baton_scheduler_{name} ", line))

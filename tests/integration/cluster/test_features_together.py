@@ -283,7 +283,7 @@ def rounded(more: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
 
 async def counted(stack: RunningStack, instance: str, counter: str) -> float:
     """The sum of a scheduler's counter over its labels."""
-    port = (await stack.until_heard(lambda said: True))[instance].metrics_port
+    port = (await stack.heard())[instance].metrics_port
     async with httpx2.AsyncClient() as http:
         text = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"baton_scheduler_{counter}"))

@@ -114,7 +114,7 @@ async def test_a_prefix_is_shared_with_the_same_image_and_with_no_other(
 ) -> None:
     question = "Tell me all about what you can see in this picture here, please."
     await ask(client, user(C, question))
-    said = (await stack.ps())["encoder-1"].encoder
+    said = (await stack.heard())["encoder-1"].encoder
     assert said is not None
     for _ in range(ENGINES):  # one that seems slow at the moment is left out: then another computes the prompt, once
         again = await ask(client, user(C, question), n=2, logprobs=True)
@@ -135,7 +135,7 @@ async def test_images_that_are_forgotten_are_encoded_anew(
     client: AsyncOpenAI, stack: RunningStack, model: ImageModel
 ) -> None:
     async def encoded() -> int:
-        report = (await stack.ps())["encoder-1"].encoder
+        report = (await stack.heard())["encoder-1"].encoder
         assert report is not None
         return report.encoded
 
@@ -197,7 +197,7 @@ async def test_a_stream_outlives_its_engine_and_its_encoder(
     async for chunk in stream:
         text += chunk.choices[0].delta.content or ""
         if text and engine is None:
-            busy = [name for name, life in (await stack.ps()).items() if life.service == "scheduler" and life.load]
+            busy = [name for name, life in (await stack.heard()).items() if life.service == "scheduler" and life.load]
             engine = f"{(busy or ['engine-1'])[0]}-rank0"
             pid = stack.kill(engine)
     assert engine is not None
@@ -314,7 +314,7 @@ def test_another_cluster_is_shown_images(tmp_path: Path) -> None:
     model, chat = make_tile_model(tmp_path / "model", "smolvlm"), user(A, "Compare it with", B)
     with federated(tmp_path, [f"--served-model-name={NAME}", f"--model={model.path}"]) as clusters:
         answer = asyncio.run(ask_at(clusters.home, chat))
-        heard = asyncio.run(clusters.home.ps())["encoder-1"].encoder
+        heard = asyncio.run(clusters.home.heard())["encoder-1"].encoder
     assert answer.choices[0].message.content == wanted(model, chat)
     assert heard is not None
     assert heard.encoded == 2

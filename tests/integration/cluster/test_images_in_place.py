@@ -85,7 +85,9 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
             async for chunk in await create(messages=[chats[0][1]], stream=True, **how):
                 text += chunk.choices[0].delta.content or ""
                 if text and pid is None:
-                    engines = {name: life for name, life in (await pools.ps()).items() if life.service == "scheduler"}
+                    engines = {
+                        name: life for name, life in (await pools.heard()).items() if life.service == "scheduler"
+                    }
                     busy = [name for name, life in engines.items() if life.load]
                     pid = pools.kill(f"{(busy or sorted(engines))[0]}-rank0")
             assert text == said[0]

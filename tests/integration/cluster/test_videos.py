@@ -90,7 +90,7 @@ async def _a_stream_outlives_its_engine(chats: Chats, stack: RunningStack, conte
     async for chunk in await chats.ask(content, LONG, stream=True):
         text += chunk.choices[0].delta.content or ""
         if text and not killed:
-            engines = {name: life for name, life in (await stack.ps()).items() if life.service == "scheduler"}
+            engines = {name: life for name, life in (await stack.heard()).items() if life.service == "scheduler"}
             busy = [name for name, life in engines.items() if life.load]
             stack.kill(f"{(busy or sorted(engines))[0]}-rank0")
             killed = True

@@ -116,7 +116,7 @@ async def test_what_an_engine_computed_before_it_died_its_successor_loads(stack:
 
 async def loaded_blocks(stack: RunningStack) -> float:
     (scheduler,) = stack.instances("scheduler")
-    port = (await stack.until_heard(lambda said: True))[scheduler].metrics_port
+    port = (await stack.heard())[scheduler].metrics_port
     async with httpx2.AsyncClient() as http:
         lines = (await http.get(f"http://127.0.0.1:{port}/metrics")).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("baton_scheduler_kv_blocks_loaded_total"))

@@ -28,7 +28,7 @@ def uncached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]
 
 async def metric(stack: RunningStack, instance: str, name: str) -> float:
     """Of one instance, all labels together."""
-    port = (await stack.until_heard(lambda said: True))[instance].metrics_port
+    port = (await stack.heard())[instance].metrics_port
     async with httpx2.AsyncClient(timeout=DEADLINE) as http:
         lines = (await http.get(f"http://127.0.0.1:{port}/metrics")).text.splitlines()
     values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]

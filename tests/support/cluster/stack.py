@@ -123,6 +123,10 @@ class RunningStack:
         """What each instance last said of itself, by instance; without those that said nothing for a second."""
         return await latest_lifecycles(self.state)
 
+    async def heard(self) -> Mapping[str, Lifecycle]:
+        """What they say of themselves, all of them, however little a busy machine lets one speak."""
+        return await self.until_heard(lambda said: True)
+
     async def until_heard(self, condition: Callable[[Mapping[str, Lifecycle]], bool]) -> Mapping[str, Lifecycle]:
         """What they say of themselves, all of them, once it is so. Raises AssertionError when that does not come."""
         end = time.monotonic() + CHANGE_DEADLINE
