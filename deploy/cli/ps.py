@@ -27,8 +27,11 @@ from shared.protocol import incompatibility, other_block_size
 WIDE = 200
 """Columns where output is no terminal, so that nothing is cut or wrapped before `grep`."""
 HEADINGS = ("SERVICE", "INSTANCE", "PID", "PHASE", "LOAD", "UPTIME", "RESTARTS", "MEMORY", "")
-LISTEN_SECONDS = 1.2
-"""Seconds; every process answers within half of one."""
+LISTEN_SECONDS = 3.0
+"""At the longest. Processes answer within milliseconds, but for one that a busy machine gives no time: it is not silent
+yet, as its supervisor sees it."""
+HOSTS_SECONDS = 1.2
+"""At the least where there are other hosts: nobody knows how many will answer."""
 ORPHANED = (
     "The supervisor is gone: nothing is restarted, and all ends {seconds:g} s after its end. `baton up` with the same "
     "options takes over, `baton down` ends."
@@ -85,7 +88,7 @@ class HeardStack(NamedTuple):
 
 async def latest_lifecycles(state: StackState) -> LatestLifecycles:
     """The newest lifecycle message of each process; returns once each of this host has sent one, or after
-    LISTEN_SECONDS."""
+    LISTEN_SECONDS; of a cluster not before HOSTS_SECONDS."""
     return (await _heard(state)).lifecycles
 
 
@@ -99,7 +102,7 @@ async def _heard(state: StackState) -> HeardStack:
     async def record(message: Lifecycle) -> None:
         lifecycles[message.instance] = message
         missing.discard(message.instance)
-        if not missing and state.spec.cluster is None:
+        if not missing:
             complete.set()
 
     async def record_host(report: HostReport) -> None:
@@ -111,6 +114,8 @@ async def _heard(state: StackState) -> HeardStack:
             if state.spec.cluster is not None:
                 await bus.subscribe(topics.host_reports(), record_host)
             await bus.publish(topics.lifecycle_requests(), LifecycleRequest())
+            if state.spec.cluster is not None:
+                await asyncio.sleep(HOSTS_SECONDS)
             await complete.wait()
     return HeardStack(lifecycles, hosts)
 

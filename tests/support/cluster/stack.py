@@ -120,7 +120,7 @@ class RunningStack:
         return sorted(member.instance for member in self.state.members if member.service == service)
 
     async def ps(self) -> Mapping[str, Lifecycle]:
-        """What each instance last said of itself, by instance; without those that said nothing for a second."""
+        """What each instance last said of itself, by instance; without those that said nothing for a while."""
         return await latest_lifecycles(self.state)
 
     async def heard(self) -> Mapping[str, Lifecycle]:
