@@ -173,7 +173,8 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 async def test_an_aborted_stream_ends_with_what_it_has(stack: GatewayStack) -> None:
     stream = await stack.openai.chat.completions.create(**chat(stream=True, n=2))
-    other = asyncio.create_task(stack.http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}))
+    long = {"model": MODEL, "prompt": "a", "max_tokens": 1000}
+    other = asyncio.create_task(stack.http.post("/v1/completions", json=long))
     first = await anext(stream)
     answer = await stack.http.post("/abort_requests", json={"request_ids": [first.id, "chatcmpl-none"]})
     assert answer.json() == {"status": "aborted", "aborted": 1, "request_ids": [first.id]}
