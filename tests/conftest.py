@@ -20,6 +20,7 @@ from shared.bus.memory_bus import MemoryBus
 from shared.bus.nats_connection import NatsOptions, connect
 from tests.support.cluster.nats_server import NatsServer, nats_server
 from tests.support.cluster.stall_proof_clock import StallProofClock
+from tests.support.compiled_tests import compile_missing
 from tests.support.left_out import EXTRAS, LeftOutReport
 from tests.support.worker.broken_devices import end_if_broken, show_errors
 
@@ -59,6 +60,11 @@ def pytest_xdist_auto_num_workers() -> int:
     """How many processes run tests: two more than there are cores, as many tests wait; only one where there is a GPU,
     whose memory they would share."""
     return 1 if HAS_GPU else min((os.cpu_count() or 1) + 2, MOST_PROCESSES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    compile_missing(config)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
 
 from tests.support.paths import REPOSITORY
 
@@ -15,17 +19,29 @@ INSTALLED_WITHIN = 120.0
 """Seconds; it takes two, on a machine that has nothing else to do."""
 
 
-def pip_installed(example: str, folder: Path) -> Path:
-    """The folder of packages into which pip has installed an example of the documentation, without a network."""
-    source, target = folder / "source", folder / "packages"
-    shutil.copytree(EXAMPLES / example, source)  # what building leaves behind stays there
+def pip_installed(example: str, factory: pytest.TempPathFactory) -> Path:
+    """The folder of packages into which pip has installed an example of the documentation, without a network. Once for
+    all processes of a run of tests."""
+    own = factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "installed" / example
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "packages").exists():
+            _install(EXAMPLES / example, folder)
+    return folder / "packages"
+
+
+def _install(example: Path, folder: Path) -> None:
+    source, target = folder / "source", folder / "unfinished"
+    shutil.copytree(example, source)  # what building leaves behind stays there
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "--disable-pip-version-check"]
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", *options, "--target", str(target), str(source)],
         check=True,
         timeout=INSTALLED_WITHIN,
     )
-    return target
+    target.rename(folder / "packages")
 
 
 def written_package(folder: Path, name: str, source: str, entry_points: Mapping[str, Mapping[str, str]]) -> Path:

@@ -78,7 +78,7 @@ TOOL_NAMES = ("Raising", "Idle", "Refusing", "Waiting", "Unordered", "Open", "Op
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pip_installed("bracket-parsers", tmp_path_factory.mktemp("brackets"))
+    return pip_installed("bracket-parsers", tmp_path_factory)
 
 
 @pytest.fixture

@@ -244,7 +244,7 @@ ADAPTER = "adapter"
 @pytest.fixture(scope="module", autouse=True)
 def _package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A package with a logits processor is installed where stacks look for packages."""
-    packages = pip_installed("sequence-processors", tmp_path_factory.mktemp("package"))
+    packages = pip_installed("sequence-processors", tmp_path_factory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join((str(packages), str(REPOSITORY))))
         yield

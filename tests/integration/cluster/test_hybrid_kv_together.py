@@ -60,12 +60,14 @@ ENGINES = (EngineId("engine-1"), EngineId("engine-2"))
     "logits processors",
     "prompt embeds",
 )
-def test_another_clusters_windows_in_little_memory_and_an_engine_that_dies(tmp_path: Path) -> None:
+def test_another_clusters_windows_in_little_memory_and_an_engine_that_dies(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """The first cluster answers itself, with one table; then its engine is drained, and the other one answers."""
     model = write_windowed_demo(tmp_path / "windowed")
     write_adapter(demo_reference(), tmp_path / "adapter", strength=0.02)
     both = [f"--lora={ADAPTER}={tmp_path}/adapter", "--pooling-type=last", INT8, PROCESSES, TAKES_EMBEDDINGS]
-    packages = pip_installed("sequence-processors", tmp_path / "package")
+    packages = pip_installed("sequence-processors", tmp_path_factory)
     with federated(tmp_path, model, packages, both) as (home, other):
         expected = asyncio.run(all_at_once(home))
         done = home.baton("drain", ENGINES[0], "--force")

@@ -23,7 +23,7 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Rome?
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     examples = ("bracket-parsers", "sequence-processors", "pocket-platform")
-    packages = [str(pip_installed(each, tmp_path_factory.mktemp(each))) for each in examples]
+    packages = [str(pip_installed(each, tmp_path_factory)) for each in examples]
     environment = {"PYTHONPATH": os.pathsep.join((*packages, str(REPOSITORY)))}
     more = ["--tool-call-parser=brackets", "--logits-processors=begin_with"]
     folder = tmp_path_factory.mktemp("stack")

@@ -50,9 +50,11 @@ ENGINES = (EngineId("engine-1"), EngineId("engine-2"))
     "logits processors",
     "states",
 )
-def test_another_clusters_states_in_little_memory_and_an_engine_that_dies(tmp_path: Path) -> None:
+def test_another_clusters_states_in_little_memory_and_an_engine_that_dies(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """The first cluster answers itself; then its engine is drained, and the other one answers."""
-    packages = pip_installed("sequence-processors", tmp_path / "package")
+    packages = pip_installed("sequence-processors", tmp_path_factory)
     with federated(tmp_path, packages, ["--pooling-type=last", INT8, PROCESSES]) as (home, other):
         expected = asyncio.run(all_at_once(home))
         done = home.baton("drain", ENGINES[0], "--force")

@@ -65,7 +65,7 @@ ENTRIES = {
 @pytest.fixture(scope="module", autouse=True)
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Both on the path, of processes that are started from here too."""
-    granite = pip_installed("granite-model", tmp_path_factory.mktemp("granite"))
+    granite = pip_installed("granite-model", tmp_path_factory)
     others = written_package(tmp_path_factory.mktemp("others"), "others", OTHERS, {"baton.models": ENTRIES})
     with pytest.MonkeyPatch.context() as patch:
         for folder in map(str, (granite, others)):

@@ -51,7 +51,7 @@ ENTRIES = {name.lower(): f"others:{name}" for name in ("Gone", "Broken", "Graspi
 
 @pytest.fixture(scope="module", autouse=True)
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    pocket = pip_installed("pocket-platform", tmp_path_factory.mktemp("pocket"))
+    pocket = pip_installed("pocket-platform", tmp_path_factory)
     others = written_package(tmp_path_factory.mktemp("others"), "others", OTHERS, {"baton.platforms": ENTRIES})
     with pytest.MonkeyPatch.context() as patch:
         for folder in map(str, (pocket, others)):

@@ -82,7 +82,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pip_installed("sequence-processors", tmp_path_factory.mktemp("sequences"))
+    return pip_installed("sequence-processors", tmp_path_factory)
 
 
 def asking(seed: int = 0, temperature: float = 0.0, allowed: tuple[int, ...] | None = None, **args: Any) -> Any:

@@ -1,11 +1,12 @@
-"""`python -m tests.support.warm SOCKET services|worker PADDING`: imports what such a template does, then forks one for
-whoever asks. Ends with its standard input."""
+"""`python -m tests.support.warm SOCKET services|worker OWNER PADDING`: imports what such a template does, and forks one
+for whoever asks. Ends with the process OWNER, a pid, and removes the folder of the socket."""
 
 from __future__ import annotations
 
 import gc
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -47,6 +48,8 @@ def become_template(request: ForkTemplate, descriptors: list[int], shown: ShownM
     write_to(output)
     os.chdir(request.folder)
     replace_environment(request.environment)
+    more = request.environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in more if folder and folder not in sys.path]
     shown.replace(request.environment)
     shown.show([sys.executable, "-m", "deploy.supervisor.template"])
     sys.argv[1:] = [str(control), *request.argv]
@@ -54,7 +57,8 @@ def become_template(request: ForkTemplate, descriptors: list[int], shown: ShownM
 
 
 def main() -> None:
-    path, kind = sys.argv[1:3]
+    path, kind, owner = sys.argv[1:4]
+    lives = os.pidfd_open(int(owner))
     shown = ShownMemory.own()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
@@ -67,8 +71,9 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
     Path(path).with_suffix(".ready").touch()
     while True:
-        readable, _, _ = select.select([listener, sys.stdin], [], [])
-        if sys.stdin in readable:
+        readable, _, _ = select.select([listener.fileno(), lives], [], [])
+        if lives in readable:
+            shutil.rmtree(Path(path).parent, ignore_errors=True)
             return
         with listener.accept()[0] as connection:
             data, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 2)
@@ -81,6 +86,7 @@ def main() -> None:
         for descriptor in descriptors:
             os.close(descriptor)
     listener.close()
+    os.close(lives)
     become_template(decode(data), descriptors, shown)
 
 
