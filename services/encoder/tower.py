@@ -80,6 +80,8 @@ class ImageTower:
         self._max_rows = MAX_MEDIA_BYTES // (self.size * EMBEDDING_BYTES[self.dtype])
         self._merged: int = getattr(self._processor, "merge_size", 1)
         """Patches that a row is made of, on each side; of models whose images have one size 1."""
+        self._has_axes = hasattr(self._processor, "temporal_patch_size")
+        """Whether positions of rows have three axes."""
         self._frames: FramePatches | SquareFrames | None
         self._frames = SquareFrames.of_model(config, self._processor, self._max_rows)
         if self._merged > 1:
@@ -153,7 +155,7 @@ class ImageTower:
         if levels := getattr(features, "deepstack_features", None):
             rows = torch.cat((rows, *(level[0] for level in levels)), dim=1)
         patches = prepared.get("image_grid_thw")
-        if patches is None:
+        if patches is None or not self._has_axes:
             return rows, None
         frames, height, width = patches[0].tolist()
         return rows, (frames, height // self._merged, width // self._merged)
@@ -217,8 +219,9 @@ def load_tower(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     as published ones have them: nothing of the library's quantizers is needed. Raises TowerUnusable."""
     from transformers import AutoModel
 
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    for part in (config, config.text_config):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     config.text_config.num_hidden_layers = 0
     config.text_config.vocab_size = 1
     config.text_config.pad_token_id = None

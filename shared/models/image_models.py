@@ -24,6 +24,8 @@ TILED = (
     "InternVLForConditionalGeneration",
 )
 """Those that cut an image into tiles, each of which the tower sees alone."""
+KIMI_K2_5 = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+"""As published files have it, and as `transformers` writes it."""
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 IMAGE_ARCHITECTURES = (
     GEMMA,
@@ -40,15 +42,14 @@ IMAGE_ARCHITECTURES = (
     GLM4V,
     GLM4V_MOE,
     GLM46V,
+    *KIMI_K2_5,
     QWEN2_AUDIO,
 )
 """Those that are served with their tower, of sight or, of the last one, of hearing."""
 LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4, AYA_VISION, COHERE2_VISION)
 """The same of those whose language model `transformers` computes."""
-KIMI_K2_5 = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
-"""As published files have it, and as `transformers` writes it."""
 LFM2_VL = "Lfm2VlForConditionalGeneration"
-TOWERLESS_ARCHITECTURES = (*KIMI_K2_5, LFM2_VL)
+TOWERLESS_ARCHITECTURES = (LFM2_VL,)
 """Those that are served without their tower, for texts alone."""
 NESTING_ARCHITECTURES = (*IMAGE_ARCHITECTURES, *TOWERLESS_ARCHITECTURES)
 """Those within which a language model is that Baton's own code computes."""
@@ -60,6 +61,7 @@ _TOKENS = {
     GLM46V: 151_343,
     GLM4V_MOE: 151_363,
     **dict.fromkeys(QWEN3_5, 248_056),
+    **dict.fromkeys(KIMI_K2_5, 163_605),
 }
 """Of an image, as `transformers` has it where a configuration does not say."""
 
@@ -92,6 +94,7 @@ class _RawImageModel(Struct):
     eoi_token_index: int = 256_000
     image_token_id: int | None = None
     image_token_index: int | None = None
+    media_placeholder_token_id: int | None = None
     audio_token_index: int = 151_646
     text_config: _RawLanguageModel = field(default_factory=_RawLanguageModel)
 
@@ -118,7 +121,8 @@ def read_image_model(folder: Path) -> ImageModel | None:
         return None
     if not any(each in (*IMAGE_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES) for each in raw.architectures):
         return None
-    token = raw.image_token_id if raw.image_token_index is None else raw.image_token_index
+    said = (raw.image_token_index, raw.image_token_id, raw.media_placeholder_token_id)
+    token = next((each for each in said if each is not None), None)
     if GEMMA in raw.architectures:
         return ImageModel(
             262_144 if token is None else token, frame=(raw.boi_token_index, raw.eoi_token_index), mutual=True

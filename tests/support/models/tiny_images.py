@@ -121,7 +121,7 @@ class ImageModel(NamedTuple):
     def grid(self, image: bytes) -> tuple[int, int, int] | None:
         """Frames, rows and columns of these, where the model's positions tell."""
         pixels = self.processor.image_processor(load_image(Image.open(io.BytesIO(image))), return_tensors="pt")
-        if "image_grid_thw" not in pixels:
+        if "image_grid_thw" not in pixels or not hasattr(self.processor.image_processor, "temporal_patch_size"):
             return None
         frames, height, width = pixels["image_grid_thw"][0].tolist()
         merged = self.processor.image_processor.merge_size
