@@ -103,7 +103,7 @@ class ImageTower:
         else:
             pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
             prepared = self._prepared(pixels, several=image.several)
-        rows, grid = self._rows_of(prepared.inputs)
+        rows, grid = self._rows_of(prepared)
         if "pixel_values_videos" in prepared.inputs and isinstance(image, DecodedFrames) and not image.group.last:
             rows = rows[:-1]  # but for what stands at a video's end
         if len(rows) > self._max_rows:
@@ -141,10 +141,11 @@ class ImageTower:
         except ValueError as error:
             raise TowerUnusable(f"the frames cannot be scaled: {error}") from None
 
-    def _rows_of(self, prepared: dict[str, Tensor]) -> tuple[Tensor, ImageGrid | None]:
+    def _rows_of(self, image: PreparedImage) -> tuple[Tensor, ImageGrid | None]:
         """What the processor made → [tokens, hidden], and how these lie where the model's positions tell. Frames of a
         video see nothing of each other in these towers but the two that a patch has, so each two of them are as an
         image, and where a patch has one, each is a video."""
+        prepared = image.inputs
         pixels = next(name for name in prepared if name.startswith("pixel_values"))
         prepared[pixels] = prepared[pixels].to(DTYPES[self.dtype])
         encode = self._model.get_image_features if pixels == "pixel_values" else self._model.get_video_features
@@ -154,11 +155,21 @@ class ImageTower:
         rows: Tensor = torch.cat(tuple(features.pooler_output))  # of one image, or of its tiles
         if levels := getattr(features, "deepstack_features", None):
             rows = torch.cat((rows, *(level[0] for level in levels)), dim=1)
+        if (marks := getattr(features, "visual_indicator_features", None)) is not None:
+            rows = self._among_marks(rows, marks, torch.tensor(image.tokens))
         patches = prepared.get("image_grid_thw")
         if patches is None or not self._has_axes:
             return rows, None
         frames, height, width = patches[0].tolist()
         return rows, (frames, height // self._merged, width // self._merged)
+
+    def _among_marks(self, rows: Tensor, marks: Tensor, tokens: Tensor) -> Tensor:
+        """Ovis2's: [tokens, hidden] of `rows` and of the rows that its tower has for what is written among them."""
+        whole = rows.new_empty(len(tokens), rows.shape[1])
+        whole[tokens == self._model.config.image_token_id] = rows
+        for mark, row in zip(self._model.config.visual_indicator_token_ids, marks, strict=True):
+            whole[tokens == mark] = row
+        return whole
 
     def _bounded_size(self, max_pixels: int | None, counted: int) -> Any:
         """As the processor has it, pixels of the smallest and the largest image, but never more than `max_pixels` and
@@ -175,7 +186,7 @@ class ImageTower:
         """That one can be encoded, and has no more rows than are allowed. Raises TowerUnusable."""
         try:
             prepared = self._prepared(np.zeros((64, 64, 3), np.uint8))
-            tokens = len(self._rows_of(prepared.inputs)[0])
+            tokens = len(self._rows_of(prepared)[0])
             self._images.placed(prepared.tokens, tokens)
         except (KeyError, TypeError) as error:
             why = f"preprocessor_config.json names a processor of another kind of model ({error})"

@@ -26,6 +26,8 @@ TILED = (
 """Those that cut an image into tiles, each of which the tower sees alone."""
 KIMI_K2_5 = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 """As published files have it, and as `transformers` writes it."""
+DEEPSEEK_VL = "DeepseekVLForConditionalGeneration"
+OVIS2 = "Ovis2ForConditionalGeneration"
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 IMAGE_ARCHITECTURES = (
     GEMMA,
@@ -43,6 +45,8 @@ IMAGE_ARCHITECTURES = (
     GLM4V_MOE,
     GLM46V,
     *KIMI_K2_5,
+    DEEPSEEK_VL,
+    OVIS2,
     QWEN2_AUDIO,
 )
 """Those that are served with their tower, of sight or, of the last one, of hearing."""
@@ -62,6 +66,8 @@ _TOKENS = {
     GLM4V_MOE: 151_363,
     **dict.fromkeys(QWEN3_5, 248_056),
     **dict.fromkeys(KIMI_K2_5, 163_605),
+    DEEPSEEK_VL: 100_015,
+    OVIS2: 151_665,
 }
 """Of an image, as `transformers` has it where a configuration does not say."""
 
@@ -140,4 +146,4 @@ def read_image_model(folder: Path) -> ImageModel | None:
         return ImageModel(raw.audio_token_index, hears=True)
     if token is None:
         token = next((default for each, default in _TOKENS.items() if each in raw.architectures), None)
-    return None if token is None else ImageModel(token)
+    return None if token is None else ImageModel(token, shown="<image>" if OVIS2 in raw.architectures else None)

@@ -15,7 +15,7 @@ from services.encoder.processors.image_texts import TEXTS, ImageText, PixtralTex
 from shared.models.image_models import ImageModel
 from shared.models.tokenizer_files import load_tokenizer
 
-_OF_TEXTS = ("num_crops", "num_patches", "rows", "cols", "aspect_ratios", "num_soft_tokens_per_image")
+_OF_TEXTS = ("num_crops", "num_patches", "rows", "cols", "aspect_ratios", "grids", "num_soft_tokens_per_image")
 """What processors of images say for the text alone."""
 _COUNTED = "batch_num_images"
 """How many images each chat has, of models that look at each of several less closely."""
@@ -45,7 +45,8 @@ class ImageProcessor:
         """Whether an image is prepared otherwise where its chat has others."""
         if kind is not None:
             self._tokenizer = load_tokenizer(folder).tokenizer
-            self._token_id, self._token = model.token_id, self._name_of(model.token_id)
+            self._token = self._name_of(model.token_id)
+            self._with_rows = {model.token_id, *getattr(config, "visual_indicator_token_ids", ())}
             self._text = kind(config, self._name_of)
 
     def _name_of(self, token: int) -> str:
@@ -84,13 +85,13 @@ class ImageProcessor:
         if tokens is None:
             return (0, rows), ()
         pieces, end = list[tuple[int, tuple[int, ...]]](), 0
-        for has_row, ids in groupby(tokens, lambda token: token == self._token_id):
+        for has_row, ids in groupby(tokens, self._with_rows.__contains__):
             piece = tuple(ids)
             if not has_row:
                 pieces.append((end, piece))
             end += len(piece)
-        if (counted := tokens.count(self._token_id)) != rows or not rows:
-            raise ValueError(f"the tower makes {rows} rows of an image, the processor writes {counted} tokens for them")
-        first = tokens.index(self._token_id)
-        last = len(tokens) - tokens[::-1].index(self._token_id)
-        return (first, last - first), tuple(pieces)
+        places = [place for place, token in enumerate(tokens) if token in self._with_rows]
+        if len(places) != rows or not rows:
+            counted = f"the processor writes {len(places)} tokens for them"
+            raise ValueError(f"the tower makes {rows} rows of an image, {counted}")
+        return (places[0], places[-1] + 1 - places[0]), tuple(pieces)

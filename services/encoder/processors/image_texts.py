@@ -142,6 +142,24 @@ class CommandText:
         return f"<|START_OF_IMG|>{int(made['num_patches'][0]) * tile}<|END_OF_IMG|>"
 
 
+class OvisText:
+    """Ovis2's: rows of the whole image, then those of each tile, with marks between them that have rows, too."""
+
+    settings: Mapping[str, Any] = {}
+
+    def __init__(self, config: Any, name_of: NameOf) -> None:
+        tower = config.vision_config
+        self._rows = (-(-(tower.image_size // tower.patch_size) // tower.hidden_stride)) ** 2
+        self._marks = [name_of(each) for each in config.visual_indicator_token_ids]
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        begin, whole, column, line, end = self._marks
+        (lines, columns), rows = made["grids"][0].tolist(), self._rows * token
+        tiles = line.join(lines * [column.join(columns * [rows])]) if lines * columns > 1 else ""
+        return f"{begin}{rows}{whole}{tiles}{end}"
+
+
 def _rows_of_a_tile(config: Any) -> int:
     tower = config.vision_config
     return int((tower.image_size // tower.patch_size // config.downsample_factor) ** 2)
@@ -156,5 +174,6 @@ TEXTS: dict[str, Callable[[Any, NameOf], ImageText]] = {
     "gemma4": Gemma4Text,
     "aya_vision": AyaText,
     "cohere2_vision": CommandText,
+    "ovis2": OvisText,
 }
 """By `model_type` of the tower, or of the model. Others have nothing but rows for an image."""

@@ -309,7 +309,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
     )
 
 
-_BESIDE = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_tower|multi_modal_projector|mm_projector|mtp)\.")
+_BESIDE = re.compile(r"(?:^|\.)(?:visual\w*|vision_\w+|audio_tower|multi_modal_projector|mm_projector|aligner|mtp)\.")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 

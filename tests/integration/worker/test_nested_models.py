@@ -118,7 +118,7 @@ def as_published(model: TinyModel) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-@pytest.mark.parametrize("architecture", ["InternVL", "Kimi_K25", "Lfm2Vl", "Mistral3"])
+@pytest.mark.parametrize("architecture", ["DeepseekVL", "InternVL", "Kimi_K25", "Lfm2Vl", "Mistral3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_is_the_embedding_where_the_library_has_it_so(
     architecture: str, tied: bool, tmp_path: Path, recorded: list[Tensor]

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.support.models.tiny_cohere_vision import make_cohere_model
+from tests.support.models.tiny_deepseek_vl import make_deepseek_model
 from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_kimi_vision import make_kimi_model
+from tests.support.models.tiny_ovis import make_ovis_model
 
 IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
     "aya": partial(make_cohere_model, kind="aya"),
     "command": partial(make_cohere_model, kind="command", seed=1),
     "kimi": make_kimi_model,
+    "deepseek": make_deepseek_model,
+    "ovis2": make_ovis_model,
 }

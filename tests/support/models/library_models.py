@@ -265,7 +265,6 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "Aria": {**ARCHITECTURES["AriaText"], "model_type": "aria_text"},
     "AyaVision": {**ARCHITECTURES["Cohere2"], "model_type": "cohere2"},
     "Cohere2Vision": {**ARCHITECTURES["Cohere2"], "model_type": "cohere2"},
-    "DeepseekVL": {**_SHAPE, "model_type": "llama"},
     "Exaone4_5_": {**ARCHITECTURES["Exaone4"], "model_type": "exaone4"},
     "Kimi_K25": {**_LATENT, **_ROUTED, "head_dim": 8, "model_type": "deepseek_v3"},
     "LightOnOcr": {**_SHAPE, "model_type": "qwen3"},
@@ -283,6 +282,7 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
 """Of checkpoints with images, by the same names: what is said of the part that reads text."""
 
 NESTED: dict[str, dict[str, Any]] = {
+    "DeepseekVL": {**_SHAPE, "model_type": "llama"},
     "InternVL": {**_SHAPE, "model_type": "qwen2"},
     "Kimi_K25": {
         **LANGUAGE_MODELS["Kimi_K25"],

@@ -110,13 +110,30 @@ class ImageModel(NamedTuple):
             pixels = self.processor.image_processor([[loaded, loaded]], return_tensors="pt")
             return self.reference.get_image_features(**pixels).pooler_output[0]
         pixels = self.processor.image_processor(loaded, return_tensors="pt", **self.settings)
-        for name in ("num_crops", "num_patches", "rows", "cols", "aspect_ratios", "num_soft_tokens_per_image"):
+        for name in ("num_crops", "num_patches", "rows", "cols", "aspect_ratios", "grids", "num_soft_tokens_per_image"):
             pixels.pop(name, None)
-        features = self.reference.get_image_features(**pixels)
+        owner = self.reference if hasattr(self.reference, "get_image_features") else self.reference.model
+        features = owner.get_image_features(**pixels)
         if self.reference.config.model_type == "llama4":  # which projects them elsewhere
             return self.reference.multi_modal_projector(features.last_hidden_state.flatten(0, 1))
         rows = torch.cat(tuple(features.pooler_output))
+        if (marks := getattr(features, "visual_indicator_features", None)) is not None:
+            return self._among_marks(rows, marks, image)
         return torch.cat((rows, *(level[0] for level in getattr(features, "deepstack_features", None) or ())), dim=1)
+
+    def _among_marks(self, rows: torch.Tensor, marks: torch.Tensor, image: bytes) -> torch.Tensor:
+        """[tokens, hidden] of a chat that shows Ovis2 nothing but `image`, from the first mark to the last."""
+        ids = self.ids_and_rows([{"role": "user", "content": [{"type": "image"}]}], [image])["input_ids"][0].tolist()
+        known, own = self.row_tokens, iter(rows)
+        return torch.stack(
+            [marks[known.index(each) - 1] if each != known[0] else next(own) for each in ids if each in known]
+        )
+
+    @property
+    def row_tokens(self) -> list[int]:
+        """Those that have rows: of an image, and Ovis2's marks."""
+        config = self.reference.config
+        return [config.image_token_id, *getattr(config, "visual_indicator_token_ids", ())]
 
     def grid(self, image: bytes) -> tuple[int, int, int] | None:
         """Frames, rows and columns of these, where the model's positions tell."""

@@ -37,10 +37,10 @@ class ImageChat:
     def prompt(self, model: ImageModel) -> tuple[list[int], PromptEmbeds | None]:
         """Rows in place of image tokens, whose ids are 0, with the text among those of one image."""
         ids: list[int] = model.ids_and_rows(self.messages, self.images)["input_ids"][0].tolist()
-        token = model.reference.config.image_token_id
+        tokens = model.row_tokens
         if not self.images:
             return ids, None
-        places = [place for place, each in enumerate(ids) if each == token]
+        places = [place for place, each in enumerate(ids) if each in tokens]
         rows, runs = [model.rows(image, len(self.images) > 1) for image in self.images], list[tuple[int, int]]()
         for own in np.split(places, np.cumsum([len(each) for each in rows])[:-1]):
             runs.append((int(own[0]), int(own[-1] + 1 - own[0])))
@@ -56,7 +56,7 @@ class ImageChat:
             mutual=len(runs) * (True,) if _mutual(model.reference.config) else (),
             texts=tuple((place, (ids[place],)) for place in sorted(within)),
         )
-        return [0 if each == token else each for each in ids], embeds
+        return [0 if each in tokens else each for each in ids], embeds
 
     @torch.inference_mode()
     def logits(self, model: ImageModel, output: list[int]) -> torch.Tensor:

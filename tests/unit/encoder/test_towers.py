@@ -30,14 +30,14 @@ def test_rows_and_what_is_written_among_them_are_the_librarys(kind: str, tmp_pat
         assert rows.std() > 0.1, "rows this flat would agree with anything"
         counts.add(len(rows))
         assert holds(ids_of(model, image), prompt_of(made, model))
-    assert len(counts) > 1
+    assert len(counts) > 1 or kind == "deepseek"
 
 
 def ids_of(model: ImageModel, image: bytes) -> list[int]:
-    """The library's, of a chat with nothing else."""
+    """The library's, of a chat with nothing else, with one token for whatever has a row."""
     shown = [{"role": "user", "content": [{"type": "image"}]}]
     ids: list[int] = model.ids_and_rows(shown, [image])["input_ids"][0].tolist()
-    return ids
+    return [model.row_tokens[0] if each in model.row_tokens else each for each in ids]
 
 
 def prompt_of(made: PromptEmbeds, model: ImageModel) -> list[int]:
@@ -45,7 +45,7 @@ def prompt_of(made: PromptEmbeds, model: ImageModel) -> list[int]:
     ((first, count),) = made.runs
     written = {place + at: token for place, ids in made.texts for at, token in enumerate(ids)}
     end = max([first + count, *(place + 1 for place in written)])
-    return [written.get(place, model.reference.config.image_token_id) for place in range(end)]
+    return [written.get(place, model.row_tokens[0]) for place in range(end)]
 
 
 def holds(whole: list[int], part: list[int]) -> bool:
