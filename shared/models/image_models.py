@@ -27,6 +27,7 @@ TILED = (
 KIMI_K2_5 = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 """As published files have it, and as `transformers` writes it."""
 DEEPSEEK_VL = "DeepseekVLForConditionalGeneration"
+LFM2_VL = "Lfm2VlForConditionalGeneration"
 OVIS2 = "Ovis2ForConditionalGeneration"
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 IMAGE_ARCHITECTURES = (
@@ -47,17 +48,13 @@ IMAGE_ARCHITECTURES = (
     *KIMI_K2_5,
     DEEPSEEK_VL,
     OVIS2,
+    LFM2_VL,
     QWEN2_AUDIO,
 )
-"""Those that are served with their tower, of sight or, of the last one, of hearing."""
+"""Those that are served with their tower, of sight or, of the last one, of hearing, before a language model that
+Baton's own code computes."""
 LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4, AYA_VISION, COHERE2_VISION)
 """The same of those whose language model `transformers` computes."""
-LFM2_VL = "Lfm2VlForConditionalGeneration"
-TOWERLESS_ARCHITECTURES = (LFM2_VL,)
-"""Those that are served without their tower, for texts alone."""
-NESTING_ARCHITECTURES = (*IMAGE_ARCHITECTURES, *TOWERLESS_ARCHITECTURES)
-"""Those within which a language model is that Baton's own code computes."""
-
 
 _TOKENS = {
     LLAVA_ONEVISION: 151_646,
@@ -68,6 +65,7 @@ _TOKENS = {
     **dict.fromkeys(KIMI_K2_5, 163_605),
     DEEPSEEK_VL: 100_015,
     OVIS2: 151_665,
+    LFM2_VL: 396,
 }
 """Of an image, as `transformers` has it where a configuration does not say."""
 
@@ -115,7 +113,7 @@ def nests_language_model(folder: Path) -> bool:
         raw = msgspec.json.decode((folder / "config.json").read_bytes(), type=_RawArchitectureNames)
     except (OSError, msgspec.MsgspecError):
         return False
-    return any(each in (*NESTING_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES) for each in raw.architectures)
+    return any(each in (*IMAGE_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES) for each in raw.architectures)
 
 
 def read_image_model(folder: Path) -> ImageModel | None:

@@ -160,6 +160,26 @@ class OvisText:
         return f"{begin}{rows}{whole}{tiles}{end}"
 
 
+class LfmText:
+    """LFM2-VL's: the rows of each tile behind its place, those of the whole image at the end."""
+
+    settings: Mapping[str, Any] = {}
+
+    def __init__(self, config: Any, name_of: NameOf) -> None:
+        self._factor = config.downsample_factor
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        rows = [math.prod(each // self._factor for each in shape) * token for shape in made["spatial_shapes"].tolist()]
+        lines, columns = made["tile_grid"].tolist()
+        if lines * columns == 1:
+            return f"<|image_start|>{rows[0]}<|image_end|>"
+        places = [f"<|img_row_{line + 1}_col_{column + 1}|>" for line in range(lines) for column in range(columns)]
+        marked = [*places, *(["<|img_thumbnail|>"] if len(rows) > len(places) else [])]
+        whole = "".join(mark + own for mark, own in zip(marked, rows, strict=True))
+        return f"<|image_start|>{whole}<|image_end|>"
+
+
 def _rows_of_a_tile(config: Any) -> int:
     tower = config.vision_config
     return int((tower.image_size // tower.patch_size // config.downsample_factor) ** 2)
@@ -175,5 +195,6 @@ TEXTS: dict[str, Callable[[Any, NameOf], ImageText]] = {
     "aya_vision": AyaText,
     "cohere2_vision": CommandText,
     "ovis2": OvisText,
+    "lfm2_vl": LfmText,
 }
 """By `model_type` of the tower, or of the model. Others have nothing but rows for an image."""

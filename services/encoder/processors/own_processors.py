@@ -8,11 +8,13 @@ from typing import Any
 
 from services.encoder.processors.canvas_processor import CanvasProcessor
 from services.encoder.processors.patch_processor import PatchProcessor
+from services.encoder.processors.ratio_processor import RatioProcessor
 from services.encoder.processors.tile_processor import TileProcessor
 
 OWN_PROCESSORS: dict[str, Callable[[Path], Any]] = {
     "llama4": TileProcessor,
     "cohere2_vision": CanvasProcessor,
     "kimi_k25": PatchProcessor,
+    "lfm2_vl": RatioProcessor,
 }
 """By `model_type`. Each is called with an image and returns what the library's would, by the same names."""

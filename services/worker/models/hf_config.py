@@ -25,7 +25,7 @@ from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 from services.worker.models.states.reading.readers import STATE_READERS
 from services.worker.models.weight_files import has_head_tensor
 from services.worker.ops.interface import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
-from shared.models.image_models import NESTING_ARCHITECTURES
+from shared.models.image_models import IMAGE_ARCHITECTURES
 
 _T = TypeVar("_T")
 
@@ -139,7 +139,7 @@ _NO_WINDOW = ("LlamaForCausalLM", *LATENT_ARCHITECTURES)
 _NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", *LATENT_ARCHITECTURES)
 """Their layers are alike, whatever `layer_types` says."""
 
-_NESTING = tuple(each for each in NESTING_ARCHITECTURES if each not in STATE_READERS)
+_NESTING = tuple(each for each in IMAGE_ARCHITECTURES if each not in STATE_READERS)
 
 _OTHER_TENSORS = ("exaone",)
 """Model types whose tensors have other names than those of their architecture."""

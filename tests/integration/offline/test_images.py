@@ -45,7 +45,9 @@ def test_chats_with_images_say_what_the_library_says(tmp_path: Path, make: Calla
         for output, (messages, given) in zip(outputs, chats, strict=True):
             assert output.outputs[0].token_ids == model.greedy(shown(messages), given, 12)
             ids = model.ids_and_rows(shown(messages), given)["input_ids"][0].tolist()
-            assert output.prompt_token_ids == [model.row_tokens[0] if each in model.row_tokens else each for each in ids]
+            assert output.prompt_token_ids == [
+                model.row_tokens[0] if each in model.row_tokens else each for each in ids
+            ]
         beside = [Image.open(io.BytesIO(images[0])), images[1]]
         text = model.processor.apply_chat_template(shown(chats[1][0]), add_generation_prompt=True)
         (generated,) = llm.generate({"prompt": text, "multi_modal_data": {"image": beside}}, GREEDY)

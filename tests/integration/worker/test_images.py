@@ -146,7 +146,11 @@ def preempted_within_an_image(driver: Driver, model: ImageModel, count: int) -> 
 def test_images_of_models_with_states(tmp_path: Path, kind: str, ops: OpsName) -> None:
     """The same, of which a part of a head is rotated; and what a scheduler's core lets go on from a checkpoint of the
     states behind the same images, and from none where one of them is another."""
-    model = make_qwen_model(tmp_path, kind, seed=3)
+    check_images_before_states(make_qwen_model(tmp_path, kind, seed=3), ops)
+
+
+def check_images_before_states(model: ImageModel, ops: OpsName) -> None:
+    """Greedy text is the library's, preempted within an image and with drafts, and behind a checkpoint of states."""
     try:
         backend = tiny_backend(model.path, ops=ops, speculation=NGRAM)
     except OpsUnavailable as reason:

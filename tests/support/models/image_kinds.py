@@ -9,6 +9,7 @@ from tests.support.models.tiny_cohere_vision import make_cohere_model
 from tests.support.models.tiny_deepseek_vl import make_deepseek_model
 from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_kimi_vision import make_kimi_model
+from tests.support.models.tiny_lfm_vl import make_lfm_model
 from tests.support.models.tiny_ovis import make_ovis_model
 
 IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
@@ -17,4 +18,5 @@ IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
     "kimi": make_kimi_model,
     "deepseek": make_deepseek_model,
     "ovis2": make_ovis_model,
+    "lfm2": make_lfm_model,
 }
