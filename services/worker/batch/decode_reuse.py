@@ -34,6 +34,11 @@ class DecodeReuse:
         self._sequences = sequences
         self._before: _Before | None = None
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the last batch was such a one."""
+        return self._before is not None
+
     def forget(self) -> None:
         """The next batch has to be made anew."""
         self._before = None
@@ -54,7 +59,7 @@ class DecodeReuse:
         """The batch of `work`, which counts as computed from here on; None, and nothing done, where that does not go on
         with all sequences of the last one and no others."""
         before = self._before
-        if before is None or not (work == before.work or _goes_on(before.work, work)):
+        if before is None or not (work == before.work or goes_on(before.work, work)):
             return None
         rows = before.batch.rows
         if rows.max_context + 2 > self._sequences.tokens.shape[1]:  # somebody's context is full
@@ -117,7 +122,7 @@ class DecodeReuse:
         return moved
 
 
-def _goes_on(before: tuple[SequenceWork, ...], work: tuple[SequenceWork, ...]) -> bool:
+def goes_on(before: tuple[SequenceWork, ...], work: tuple[SequenceWork, ...]) -> bool:
     """Whether `work` is a plain decode of each sequence of `before`, in its order, some with a new block."""
     return len(work) == len(before) and all(
         one.sequence == other.sequence and one.count == 1 and one.sample and not one.speculate

@@ -36,11 +36,13 @@ from services.worker.executor.pending import ExpectedSteps
 from services.worker.executor.runner import (
     RankState,
     StepRunner,
+    decode_output,
     masked,
     split_logits,
     step_output,
     undefined_sequences,
 )
+from services.worker.graphs.host_decodes import HostDecode, HostDecodes
 from services.worker.ops.interface import BatchMeta
 from services.worker.sampling.sampler import SamplerOutput
 from services.worker.speculation.verification import NO_TOKENS, AcceptedTokens, sampled_rows
@@ -69,6 +71,10 @@ class HostRunner(StepRunner):
         self.mode = "prepared" if self._on_cpu and alone else "sequential"
         self._expected = ExpectedSteps(rank.pipeline, rank.sequences)
         self._reuse = DecodeReuse(rank.sequences)
+        self._decodes: HostDecodes | None = None
+        """None where steps of decodes are more than one call of the library."""
+        if self.mode == "prepared":
+            self._decodes = HostDecodes.of(rank.decoder, rank.caches, rank.sequences, rank.max_num_seqs)
         self._latest: HostStep | None = None
         """The step that was prepared last; None: nothing is under way."""
 
@@ -76,7 +82,7 @@ class HostRunner(StepRunner):
         """Forgets every sequence, once all steps are computed."""
         self.wait()
         self._expected.receive_all()
-        self._reuse.forget()
+        self._forget()
         self.rank.begin_epoch()
 
     # ---- on the thread that prepares
@@ -100,7 +106,7 @@ class HostRunner(StepRunner):
             self._latest.wait()
             self._latest = None
 
-    def _inputs(self, plan: StepPlan) -> _Inputs | None:
+    def _inputs(self, plan: StepPlan) -> _Inputs | HostDecode | None:
         """None where there is nothing to compute."""
         rank, sequences = self.rank, self.rank.sequences
         if plan.released or plan.new or plan.transfers or plan.connector is not None:
@@ -110,6 +116,9 @@ class HostRunner(StepRunner):
                 self._expected.release(sequence)
             self._expected.receive_for(plan.work)
         whole = plan.released or plan.new or plan.checkpoints
+        if not whole and self._decodes is not None and (decode := self._decodes.next(plan.work)) is not None:
+            rank.drafting.steps_without_drafts += 1
+            return decode
         batch = None if whole else self._reuse.next(plan.work)
         if batch is not None:
             rank.drafting.steps_without_drafts += 1
@@ -125,7 +134,7 @@ class HostRunner(StepRunner):
 
     def _new_batch(self, plan: StepPlan) -> Batch | None:
         """Builds the batch of a plan from scratch; None if there is nothing to compute."""
-        self._reuse.forget()
+        self._forget()
         sequences = self.rank.sequences
         scheduled = sequences.scheduled(plan.work) if plan.work else None
         if scheduled is None or not scheduled.work:
@@ -133,8 +142,18 @@ class HostRunner(StepRunner):
         drafts = self.rank.drafting.propose(scheduled)
         batch = sequences.batch(scheduled, None if drafts is None else drafts.on_host())
         self._reuse.remember(plan.work, batch)
+        rank, decodes = self.rank, self._decodes if self._reuse.remembers else None
+        changed = rank.guided or rank.processors or rank.drafting.observes
+        if decodes is not None and not changed and decodes.remember(plan.work, batch):
+            self._reuse.forget()
         copies = sequences.state_copies(plan)
         return batch if copies is NO_COPIES else replace(batch, copies=copies)
+
+    def _forget(self) -> None:
+        """The next batch is made anew."""
+        self._reuse.forget()
+        if self._decodes is not None:
+            self._decodes.forget()
 
     # ---- on the thread that computes
 
@@ -147,6 +166,11 @@ class HostRunner(StepRunner):
             begun += prepare
         if step.inputs is None:
             step.timing = StepTiming(wait=0.0, prepare=prepare, forward=0.0, sample=0.0)
+            return
+        if isinstance(step.inputs, HostDecode):
+            forward = step.inputs.compute()
+            sample = time.perf_counter() - begun - forward
+            step.timing = StepTiming(wait=0.0, prepare=prepare, forward=forward, sample=sample)
             return
         batch, ids, meta, _ = step.inputs
         if self._on_cpu and step.prepared:
@@ -220,7 +244,12 @@ class HostStep:
     """See :class:`services.worker.backend.Step`. Nothing that it holds is written to once it is computed."""
 
     def __init__(
-        self, runner: HostRunner, plan: StepPlan, inputs: _Inputs | None = None, *, prepared: bool = False
+        self,
+        runner: HostRunner,
+        plan: StepPlan,
+        inputs: _Inputs | HostDecode | None = None,
+        *,
+        prepared: bool = False,
     ) -> None:
         """`prepared`: what it is launched with is known; None of it where there is nothing to compute."""
         self.plan = plan
@@ -264,6 +293,8 @@ class HostStep:
         with self._under_way:
             if self._error is not None:
                 raise self._error
+        if isinstance(self.inputs, HostDecode):
+            return decode_output(self.timing, self.inputs)
         batch = None if self.inputs is None else self.inputs.batch
         output = step_output(self.plan, self.timing, batch, self.verdict, self.scored, self.failed, self.vectors)
         return output if self.shared is None else msgspec.structs.replace(output, shared=self.shared)

@@ -25,6 +25,7 @@ from services.worker.batch.staging import encoded_inputs, staging_for, state_row
 from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.distributed.lockstep import LockstepMember
 from services.worker.executor.drafting import FORGETS_AFTER, RankDrafting
+from services.worker.graphs.host_decodes import HostDecode
 from services.worker.guided.guided_sequences import GuidedSequences
 from services.worker.guided.library import GrammarLibrary
 from services.worker.kv.copier import RankKvCache
@@ -385,6 +386,16 @@ def split_logits(batch: Batch, logits: Tensor | None, find: FindLogprobs | None)
         return SplitLogits(logits, ScoredPromptRows())
     drawn, scored = (to_device(rows, logits.device) for rows in batch.merged[1:])
     return SplitLogits(logits.index_select(0, drawn), batch.prompts.scored(logits.index_select(0, scored), find))
+
+
+def decode_output(timing: StepTiming, decode: HostDecode) -> StepOutput:
+    """The messages of a computed step of decodes."""
+    sequences, drawn, undefined = decode.take()
+    sampled = tuple(SampledTokens(each, (token,)) for each, token in zip(sequences, drawn, strict=True))
+    if True not in undefined:
+        return StepOutput(sampled, timing)
+    nan = (each for each, meaningless in zip(sequences, undefined, strict=True) if meaningless)
+    return StepOutput(sampled, timing, failed=tuple(SequenceFailed(each, UNDEFINED, "nan") for each in nan))
 
 
 def undefined_sequences(batch: Batch, undefined: Tensor | None) -> tuple[SequenceFailed, ...]:

@@ -26,10 +26,9 @@ from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
 from services.worker.ops.low_rank import LowRankProducts
 from services.worker.ops.native import library
 from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix, address_of, batch_of, zeroed
-from services.worker.ops.native.matrix_stacks import MatrixStack
+from services.worker.ops.native.matrix_stacks import MatrixStack, matrices_of, rule_of
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM
 from services.worker.ops.native.native_low_rank import NativeLowRank
-from services.worker.ops.native.native_mixture import matrices_of, rule_of
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.native.native_states import described_mixer
 
@@ -200,19 +199,39 @@ class NativeDecoder:
             raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
         return ids
 
-    def _request(
-        self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None, given: Tensor | None, rows: int
-    ) -> library.Forward:
-        """What the library is asked to compute, with logits of so many rows."""
+    def decode_call(self, caches: KvCaches, logits: Tensor) -> library.NativeDecode:
+        """What steps of decodes are asked with (`Decode` of decoder.h), without their rows; points to `logits`."""
+        keys, values = self._addresses(caches)
+        call = library.NativeDecode()
+        call.keys, call.values, call.to = keys, values, logits.data_ptr()
+        return call
+
+    def decode(self, call: library.NativeDecode) -> None:
+        """Computes a step of decodes, and draws. Raises IndexError as `forward`."""
+        if not self._kernels.library.baton_decoder_decode(self._decoder, ctypes.byref(call)):
+            raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
+
+    def room_for_logits(self, rows: int) -> Tensor:
+        """[rows or more, words] what passes write to; another one where more rows are asked for."""
         if len(self._logits) < rows:  # kept, for fresh memory costs a page fault for each 4 kB
             self._logits = zeroed(rows * self._words * 4).view(torch.float32).view(rows, self._words)
+        return self._logits
+
+    def _addresses(self, caches: KvCaches) -> tuple[object, object]:
+        """Where keys and values of each layer are."""
         if self._caches is None or self._caches[0] is not caches:
             array = ctypes.c_void_p * len(caches)
             keys, values = (array(*(cache[half].data_ptr() for cache in caches)) for half in range(2))
             self._caches = (caches, keys, values)
+        return self._caches[1:]
+
+    def _request(
+        self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None, given: Tensor | None, rows: int
+    ) -> library.Forward:
+        """What the library is asked to compute, with logits of so many rows."""
         request = library.Forward(
-            *(ids.data_ptr(), batch_of(meta), meta.logits_rows.data_ptr(), rows, *self._caches[1:]),
-            self._logits.data_ptr(),
+            *(ids.data_ptr(), batch_of(meta), meta.logits_rows.data_ptr(), rows, *self._addresses(caches)),
+            self.room_for_logits(rows).data_ptr(),
             None if features is None else features.data_ptr(),
             *((None, 0) if self._taps is None or features is None else (self._taps, len(self._taps))),
             None if given is None else given.data_ptr(),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.worker.executor import runner
 from services.worker.executor.host_runner import HostRunner
+from services.worker.graphs.host_decodes import HostDecode
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.parameters import SamplingBatch
 from services.worker.sampling.sampler import SamplerOutput, sample
@@ -25,7 +26,15 @@ def record_logits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         record.append(logits.clone())
         return sample(logits, choices, history, *kernels)
 
+    compute = HostDecode.compute
+
+    def computing(step: HostDecode) -> float:
+        seconds = compute(step)
+        record.append(step.logits.clone())
+        return seconds
+
     monkeypatch.setattr(runner, "sample", recording)
+    monkeypatch.setattr(HostDecode, "compute", computing)
     return record
 
 

@@ -18,7 +18,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 34; }
+int baton_version() { return 35; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -144,6 +144,8 @@ void baton_find_logprobs(Pool* pool, const Logprobs* what, float* totals, int64_
     find_logprobs(*pool, *what, totals, ranks, ids, values);
 }
 int baton_decoder_run(Decoder* decoder, const Forward* forward) { return decoder->run(*forward); }
+int baton_decoder_decode(Decoder* decoder, Decode* step) { return decoder->decode(*step); }
+void baton_race_key(uint64_t seed, uint32_t position, uint32_t* halves) { race_key(seed, position, halves); }
 int baton_decoder_draft_on(Decoder* decoder, const Forward* forward, int steps, int64_t stride, int* ids) {
     return decoder->draft_on(*forward, steps, stride, ids);
 }

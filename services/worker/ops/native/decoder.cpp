@@ -6,8 +6,6 @@
 #include <cstring>
 #include <utility>
 
-#include "draw.h"
-
 Decoder::Decoder(Pool& pool, const DecoderConfig& config, const DecoderLayer* layers)
     : pool_(pool), config_(config), layers_(layers, layers + config.layers), size_(config.number == Number::kHalf ? 2 : 4) {}
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "draw.h"
 #include "latent.h"
 #include "linear.h"
 #include "low_rank.h"
@@ -181,6 +182,29 @@ struct Forward {
     bool ends_every_row(int layers) const { return features && (!taps || taps_at(layers)); }
 };
 
+// A step in which sequences decode a token each: from the tokens that they hold to those that are drawn. What sequences hold is
+// by their numbers; what differs from step to step is `steps`.
+struct Decode {
+    int rows;
+    int steps;                 // behind the one that `positions` and `outputs` are of
+    const int64_t* sequences;  // [rows] whose each row is
+    const int* positions;      // [rows] of the tokens that are computed
+    const int* outputs;        // [rows] tokens that were drawn before
+    int* tokens;               // [sequences, width]: what is drawn is put behind those that are computed
+    int64_t width;
+    const int* tables;  // [sequences, table_width] blocks of each
+    int64_t table_width;
+    void* const* keys;  // of each layer
+    void* const* values;
+    float* to;              // [rows, words]
+    const uint64_t* seeds;  // [rows] what the keys of `draws` are made of; null: the likeliest tokens are wanted
+    Draws draws;            // of which logits and keys are the library's
+    // What comes of it.
+    int64_t* drawn;          // [rows]
+    bool* undefined;         // [rows] whether `drawn` means nothing, as the model computed NaN
+    double forward_seconds;  // until there were logits
+};
+
 // Used from one thread. Keeps its workspace, which grows to the largest batch seen.
 class Decoder {
   public:
@@ -188,6 +212,8 @@ class Decoder {
 
     // False where an id is out of the vocabulary; nothing is computed then.
     bool run(const Forward& forward);
+    // The same, and what is drawn.
+    bool decode(Decode& step);
     // As many steps of one row for each sequence, each step's ids the likeliest tokens behind the step before. `forward` is
     // the first step, whose logits are wanted of every row; the next one's slots, positions and context lengths lie `stride`
     // items further. Ids [steps + 1, rows] are `ids`, of which the first row is given. Where features are given, they are
@@ -204,6 +230,8 @@ class Decoder {
     };
 
     void fit(int rows);
+    Batch rows_of(const Decode& step);
+    void draw_rows(Decode& step);
     bool begin(const Forward& forward);
     void attention(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
     void attend_latents(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
@@ -248,6 +276,8 @@ class Decoder {
     Number mixed_number_ = Number::kSingle;  // of what `mixed_` holds: floats behind a mixer with states
     std::vector<float> router_logits_, chances_, shared_gates_;
     std::vector<int64_t> picks_, head_starts_;
+    std::vector<int> decoded_;  // of a step of decodes, what Batch points to
+    std::vector<uint32_t> keys_;
     std::vector<float> latents_, latent_queries_, by_head_, products_, absorbed_, attended_;
     AttentionPlan plans_[2];
     const LowRankTable* const* adapted_ = nullptr;  // of the batch in hand

@@ -204,6 +204,18 @@ BATON_INLINE RegI magnitude(RegF x) { return (RegI)((RegU)x & 0x7fffffffu); }
 
 }  // namespace
 
+// Philox4x32-10: the position is the counter, the seed the key.
+void race_key(uint64_t seed, uint32_t position, uint32_t* halves) {
+    constexpr uint64_t kFactors[] = {0xD2511F53u, 0xCD9E8D57u};
+    uint32_t even[] = {position, 0}, odd[] = {0, 0}, key[] = {uint32_t(seed), uint32_t(seed >> 32)};
+    for (int round = 0; round < 10; ++round, key[0] += 0x9E3779B9u, key[1] += 0xBB67AE85u) {
+        uint64_t first = kFactors[0] * even[0], second = kFactors[1] * even[1];
+        even[0] = uint32_t(second >> 32) ^ odd[0] ^ key[0], odd[0] = uint32_t(second);
+        even[1] = uint32_t(first >> 32) ^ odd[1] ^ key[1], odd[1] = uint32_t(first);
+    }
+    halves[0] = even[0], halves[1] = odd[0];
+}
+
 int64_t likeliest_of(const float* logits, int vocab, bool* undefined) {
     float best = -std::numeric_limits<float>::infinity();
     int found = 0;

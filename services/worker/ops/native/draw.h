@@ -16,6 +16,9 @@ struct Draws {
     const float* min_p;        // [count] 0 keeps all
 };
 
+// The two halves of what the token at an output position is drawn by: services/worker/sampling/random_numbers.py.
+void race_key(uint64_t seed, uint32_t position, uint32_t* halves);
+
 // tokens [count]: 0 for a row of NaNs.
 void draw(Pool& pool, const Draws& draws, int64_t* tokens);
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
+from services.worker.ops.native.draw_structures import MAX_LIKELIEST as MAX_LIKELIEST
+from services.worker.ops.native.draw_structures import NativeDraws
+from services.worker.ops.native.draw_structures import NativeLogprobs as NativeLogprobs
 from services.worker.ops.native.kv_structures import KvArena, KvBlocks, KvCells, NativeKvCaches
 from services.worker.ops.native.mixer_structures import MixStates as MixStates
 from services.worker.ops.native.mixer_structures import NativeLatentAttention as NativeLatentAttention
@@ -14,7 +17,7 @@ from services.worker.ops.native.mixer_structures import NativeStateCache as Nati
 from services.worker.ops.native.mixer_structures import NativeStateMixer as NativeStateMixer
 from services.worker.ops.native.mixer_structures import StoreLatents as StoreLatents
 
-VERSION = 34
+VERSION = 35
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -373,21 +376,28 @@ class Forward(Structure):
     )
 
 
-class NativeLogprobs(Structure):
-    """`Logprobs` of logprobs.h: of which rows and tokens, and how many of the likeliest."""
+class NativeDecode(Structure):
+    """`Decode` of decoder.h: a step of decodes. `tokens`, `drawn`, `undefined` and `forward_seconds` are written."""
 
     _fields_ = (
-        ("logits", c_void_p),
-        ("vocab", c_int),
-        ("rows", c_void_p),
+        ("rows", c_int),
+        ("steps", c_int),
+        ("sequences", c_void_p),
+        ("positions", c_void_p),
+        ("outputs", c_void_p),
         ("tokens", c_void_p),
-        ("count", c_int),
-        ("likeliest", c_int),
+        ("width", c_int64),
+        ("tables", c_void_p),
+        ("table_width", c_int64),
+        ("keys", POINTER(c_void_p)),
+        ("values", POINTER(c_void_p)),
+        ("to", c_void_p),
+        ("seeds", c_void_p),
+        ("draws", NativeDraws),
+        ("drawn", c_void_p),
+        ("undefined", c_void_p),
+        ("forward_seconds", c_double),
     )
-
-
-MAX_LIKELIEST = 64
-"""`kMostLikeliest` of logprobs.h."""
 
 
 _SIGNATURES = {
@@ -456,6 +466,8 @@ _SIGNATURES = {
     "baton_find_likeliest": (None, (c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p)),
     "baton_find_logprobs": (None, (c_void_p, POINTER(NativeLogprobs), *[c_void_p] * 4)),
     "baton_decoder_run": (c_int, (c_void_p, POINTER(Forward))),
+    "baton_decoder_decode": (c_int, (c_void_p, POINTER(NativeDecode))),
+    "baton_race_key": (None, (c_uint64, c_uint32, c_void_p)),
     "baton_decoder_draft_on": (c_int, (c_void_p, POINTER(Forward), c_int, c_int64, c_void_p)),
 }
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from services.worker.ops.interface import Activation, PackedExperts, Routing
 from services.worker.ops.native import library
-from services.worker.ops.native.kernels import PackedMatrix
+from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix, address_of
 from services.worker.ops.quantized import QuantizedStack, WeightStack
 
 if TYPE_CHECKING:
@@ -55,3 +56,29 @@ def multiply_each(ops: NativeOps, x: Tensor, stack: MatrixStack, starts: Tensor)
         *(library.OUT_FLOAT, 0, to.data_ptr(), to.shape[1]),
     )
     return to
+
+
+# Mixtures of experts as the library reads them: how their routers choose, and their matrices.
+
+
+class NativeExperts(NamedTuple):
+    """A mixture's experts as the library reads them."""
+
+    gate_up: MatrixStack
+    down: MatrixStack
+
+
+def rule_of(routing: Routing, experts: int) -> library.RouterRule:
+    """How one of so many `experts` is chosen; points to the routing's bias."""
+    return library.RouterRule(
+        *(experts, routing.chosen, routing.scoring == "sigmoid", routing.renormalised, address_of(routing.bias)),
+        *(routing.scale, routing.groups, routing.chosen_groups),
+    )
+
+
+def matrices_of(experts: PackedExperts, kind: Activation) -> library.NativeMixture:
+    """The matrices of what `NativeOps.pack_experts` gave; points to them."""
+    assert isinstance(experts, NativeExperts)
+    return library.NativeMixture(
+        *(experts.gate_up.linears, experts.down.linears, len(experts.down.packed), ACTIVATIONS[kind])
+    )

@@ -48,11 +48,10 @@ from services.worker.ops.native.kernels import (
     copies_of,
     zeroed,
 )
-from services.worker.ops.native.matrix_stacks import pack_stack, stack_of
+from services.worker.ops.native.matrix_stacks import NativeExperts, matrices_of, pack_stack, rule_of, stack_of
 from services.worker.ops.native.native_kv import NativeKvCopier
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM, NativeLatents
 from services.worker.ops.native.native_low_rank import NativeLowRank
-from services.worker.ops.native.native_mixture import NativeExperts, matrices_of, rule_of
 from services.worker.ops.native.native_states import NativeStates
 from services.worker.ops.quantized import GROUP_SIZES, ExpertBiases, QuantizedWeight, WeightStack
 from services.worker.ops.torch_ops import verify_drafts
