@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from tests.support.models.tiny_gemma import TOKENS, make_gemma_model
 from tests.support.models.tiny_images import ImageModel, image_part, picture, shown, text_part
 from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.models.tiny_videos import VideoReference, noise, padded, video, video_part
+from tests.support.warm.processes import baton_up
 
 NAME, LENGTH = "seer", 120
 EXTRA = {"ignore_eos": True}
@@ -98,7 +99,7 @@ async def test_a_checkpoint_without_its_tower_is_served_for_texts(tmp_path: Path
     model = make_qwen_model(tmp_path / "model", "qwen3.5")
     file = model.path / "model.safetensors"
     save_file({k: v for k, v in load_file(file).items() if ".visual." not in k}, file, {"format": "pt"})
-    run = [sys.executable, "-m", "deploy.cli", "up", "--model", str(model.path), "--port=0", "--engines=1"]
+    run = [*baton_up(os.environ), "up", "--model", str(model.path), "--port=0", "--engines=1"]
     ended = await asyncio.to_thread(
         subprocess.run, [*run, "--run-dir", str(tmp_path / "ends")], capture_output=True, text=True, timeout=120
     )

@@ -35,6 +35,7 @@ from tests.support.worker.tiny_backend import tiny_backend
 
 PROMPT = [3 + 7 * i % 600 for i in range(40)]
 OUTPUT = 5
+OUTPUT_OF_DRAFTS = 40
 LLAMA_3 = {
     "rope_parameters": {
         "rope_type": "llama3",
@@ -100,14 +101,14 @@ def test_ranks_have_shares_of_a_table_of_codes_and_draft_with_the_whole(tmp_path
         "eagle3": make_eagle3(model, tmp_path / "eagle3"),
     }
     prompts = [[7 * i + first for i in range(20)] for first in range(4)]  # after which the model repeats itself
-    expected = [model.greedy(prompt, 80) for prompt in prompts]
+    expected = [model.greedy(prompt, OUTPUT_OF_DRAFTS) for prompt in prompts]
     with rank_processes(2, tmp_path) as ranks:
         for method, head in heads.items():
             speculation = SpeculationSettings(method=method, model=str(head))
             accepted = []
             for tp in (1, 2):
                 engine = ranks.serve(folder, tp=tp, ops="native", limits=limits, speculation=speculation)
-                requests = [engine.ask(prompt, 80) for prompt in prompts]
+                requests = [engine.ask(prompt, OUTPUT_OF_DRAFTS) for prompt in prompts]
                 engine.run()
                 assert [request.tokens for request in requests] == expected
                 accepted.append(engine.accepted)
