@@ -144,8 +144,8 @@ def _cpu_flags() -> frozenset[str]:
     return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), frozenset())
 
 
-def _sources() -> list[Path]:
-    return sorted(_SOURCES.glob("*.cpp"))
+def _longest_first() -> list[Path]:
+    return sorted(_SOURCES.glob("*.cpp"), key=lambda source: (-source.stat().st_size, source.name))
 
 
 def _key(level: Level) -> str:
@@ -208,10 +208,11 @@ def _compile(level: Level, target: Path) -> None:
 
 
 def _compile_with(command: Sequence[str], target: Path) -> str | None:
-    """Why it failed, or None. Each source by itself, as many at a time as there are cores; then they are linked."""
+    """Why it failed, or None. Each source by itself, as many at a time as there are cores, the longest first, so that
+    none is left alone at the end; then they are linked."""
     until = time.monotonic() + COMPILE_SECONDS
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
-        objects = {source: Path(folder) / f"{source.stem}.o" for source in _sources()}
+        objects = {source: Path(folder) / f"{source.stem}.o" for source in _longest_first()}
         output = Path(folder) / target.name
         with ThreadPoolExecutor(os.cpu_count()) as cores:
             calls = [[*command, "-c", "-o", str(made), str(source)] for source, made in objects.items()]

@@ -299,15 +299,16 @@ template <Code code> BlockRun segment_run_of(const Product& p) {
     return run_segmented_block<code>;
 }
 
+// Only what `multiplied_as` may ask for: each other kind would be as much to compile as those that run.
 template <class Kind> void multiply_tile_as(const Product& p, int tile) {
-    switch (p.linear.code) {
-        case Code::kPlain: return multiply_tile(p, tile, block_run_of<Kind>(p));
-        case Code::kInt8: return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt8>);
-        case Code::kInt4: return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt4>);
-        case Code::kFp8: return multiply_tile(p, tile, run_coded_block<Kind, Code::kFp8>);
-        case Code::kQuad: return multiply_tile(p, tile, p.linear.scaled ? segment_run_of<Code::kQuad>(p) : block_run_of<Quad>(p));
-        case Code::kNibble: return multiply_tile(p, tile, segment_run_of<Code::kNibble>(p));
+    if (p.linear.code == Code::kQuad) return multiply_tile(p, tile, p.linear.scaled ? segment_run_of<Code::kQuad>(p) : block_run_of<Quad>(p));
+    if (p.linear.code == Code::kNibble) return multiply_tile(p, tile, segment_run_of<Code::kNibble>(p));
+    if constexpr (kHalfCodes || std::is_same_v<Kind, Single>) {
+        if (p.linear.code == Code::kInt8) return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt8>);
+        if (p.linear.code == Code::kInt4) return multiply_tile(p, tile, run_coded_block<Kind, Code::kInt4>);
+        if (p.linear.code == Code::kFp8) return multiply_tile(p, tile, run_coded_block<Kind, Code::kFp8>);
     }
+    multiply_tile(p, tile, block_run_of<Kind>(p));
 }
 
 void multiply_tile_of(const Product& p, int tile) {

@@ -1,6 +1,10 @@
 // The pool's waiting and waking.
 #include "threads.h"
 
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
 #include "waiting.h"
 
 #if defined(__linux__)
@@ -25,20 +29,28 @@ int this_core() {
 
 }  // namespace
 
-Pool::Pool(int helpers) : ranges_(size_t(helpers) + 1) {
+struct Pool::Helpers {
+    std::mutex mutex;
+    std::condition_variable work_came;
+    std::condition_variable work_done;
+    std::vector<std::thread> threads;
+};
+
+Pool::Pool(int helpers) : ranges_(size_t(helpers) + 1), helpers_(new Helpers) {
 #if defined(__linux__)
     if (sched_getaffinity(0, sizeof allowed_, &allowed_) != 0) CPU_ZERO(&allowed_);
 #endif
-    for (int i = 0; i < helpers; ++i) helpers_.emplace_back([this, i] { help(i + 1); });
+    for (int i = 0; i < helpers; ++i) helpers_->threads.emplace_back([this, i] { help(i + 1); });
 }
 
 Pool::~Pool() {
     {
-        std::lock_guard<std::mutex> lock(mutex_);
+        std::lock_guard<std::mutex> lock(helpers_->mutex);
         stopping_ = true;
     }
-    work_came_.notify_all();
-    for (auto& helper : helpers_) helper.join();
+    helpers_->work_came.notify_all();
+    for (auto& helper : helpers_->threads) helper.join();
+    delete helpers_;
 }
 
 void Pool::publish(int tiles, Call call, const void* context) {
@@ -55,8 +67,8 @@ void Pool::publish(int tiles, Call call, const void* context) {
         ranges_[i].word.store((job_ << (2 * kTileBits)) | (end << kTileBits) | first, std::memory_order_seq_cst);
     }
     if (sleepers_.load(std::memory_order_seq_cst)) {
-        { std::lock_guard<std::mutex> lock(mutex_); }
-        work_came_.notify_all();
+        { std::lock_guard<std::mutex> lock(helpers_->mutex); }
+        helpers_->work_came.notify_all();
     }
     while (claim(0)) {
     }
@@ -80,8 +92,8 @@ bool Pool::claim_from(Range& range, int thread) {
     int tiles = tiles_;
     call_(context_, int(next_of(word)), thread);
     if (done_.fetch_add(1, std::memory_order_seq_cst) + 1 == tiles && caller_sleeps_.load(std::memory_order_seq_cst)) {
-        { std::lock_guard<std::mutex> lock(mutex_); }
-        work_done_.notify_one();
+        { std::lock_guard<std::mutex> lock(helpers_->mutex); }
+        helpers_->work_done.notify_one();
     }
     return true;
 }
@@ -97,9 +109,9 @@ bool Pool::unclaimed() const {
 void Pool::await_done(int tiles) {
     auto ready = [&] { return done_.load(std::memory_order_seq_cst) == tiles; };
     if (spin(ready)) return;
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(helpers_->mutex);
     caller_sleeps_.store(true, std::memory_order_seq_cst);
-    work_done_.wait(lock, ready);
+    helpers_->work_done.wait(lock, ready);
     caller_sleeps_.store(false, std::memory_order_seq_cst);
 }
 
@@ -128,9 +140,9 @@ void Pool::leave_callers_core() {
 bool Pool::await_job() {
     auto ready = [&] { return stopping_.load(std::memory_order_relaxed) || unclaimed(); };
     if (!spin(ready)) {
-        std::unique_lock<std::mutex> lock(mutex_);
+        std::unique_lock<std::mutex> lock(helpers_->mutex);
         sleepers_.fetch_add(1, std::memory_order_seq_cst);
-        work_came_.wait(lock, ready);
+        helpers_->work_came.wait(lock, ready);
         sleepers_.fetch_sub(1, std::memory_order_seq_cst);
     }
     return !stopping_.load(std::memory_order_relaxed);

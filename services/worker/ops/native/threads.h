@@ -1,10 +1,7 @@
 // A pool of threads that share the tiles of one job after the other. Knows no arithmetic.
 #pragma once
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
-#include <thread>
 #include <vector>
 #if defined(__linux__)
 #include <sched.h>
@@ -23,11 +20,11 @@ class Pool {
     Pool& operator=(const Pool&) = delete;
 
     // Threads that may run tiles, the caller included. Tiles get the number of theirs, from 0 (the caller).
-    int threads() const { return int(helpers_.size()) + 1; }
+    int threads() const { return int(ranges_.size()); }
 
     // Calls work(tile, thread) once for each tile in [0, tiles), tiles < kMostTiles; returns when all are done.
     template <class Work> void run(int tiles, const Work& work) {
-        if (tiles == 1 || helpers_.empty()) {
+        if (tiles == 1 || threads() == 1) {
             for (int tile = 0; tile < tiles; ++tile) work(tile, 0);
             return;
         }
@@ -62,14 +59,13 @@ class Pool {
     uint64_t job_ = 0;
     std::atomic<int> callers_core_{0};
 
-    alignas(64) std::mutex mutex_;
-    std::condition_variable work_came_;
-    std::condition_variable work_done_;
+    // The helpers, and what they and the caller sleep on: its headers would take longer to read than most units to compile.
+    struct Helpers;
+    alignas(64) Helpers* const helpers_;
     std::atomic<int> sleepers_{0};
     std::atomic<bool> caller_sleeps_{false};
     std::atomic<bool> stopping_{false};
 #if defined(__linux__)
     cpu_set_t allowed_;  // the cores that this process may use
 #endif
-    std::vector<std::thread> helpers_;
 };
