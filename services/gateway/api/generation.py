@@ -28,7 +28,7 @@ from shared.messages.tokenizer import Prompt, TextPrompt, TokenPrompt, Truncatio
 SEED_MASK = INT64 - 1
 
 
-WholeKind = Literal["embedding", "pooling", "classification", "score", "generative_score", "rerank"]
+WholeKind = Literal["embedding", "pooling", "classification", "score", "generative_score", "rerank", "decision"]
 """Of those that have nothing to answer with before all of it is there: vectors, scores."""
 GenerationKind = Literal[
     WholeKind,
@@ -46,7 +46,7 @@ PROMPT_FIELDS = {
     **dict.fromkeys(("chat", "messages", "ollama"), "messages"),
     "sglang": "text",
     "tokens": "token_ids",
-    "responses": "input",
+    **dict.fromkeys(("responses", "decision"), "input"),
     "completion": "prompt",
     "transcription": "prompt",
 }

@@ -26,6 +26,7 @@ from services.gateway.api.batches.files import UploadFields
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.chat_batch import ChatBatchFields
 from services.gateway.api.completions import CompletionFields
+from services.gateway.api.decisions.request import DecisionFields
 from services.gateway.api.fields.generation import CommonFields
 from services.gateway.api.fields.ranges import RANGES, AllowedRange
 from services.gateway.api.ollama.request import OllamaChatFields, OllamaGenerateFields, ShowFields
@@ -89,6 +90,7 @@ OPERATIONS = (
     Operation("POST", "/v1/chat/completions/render", "A chat's prompt and sampling; nothing is generated.", ChatFields),
     Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED, resumable=True),
     Operation("POST", "/v1/completions/render", "The same for texts and token ids.", CompletionFields),
+    Operation("POST", "/v1/decisions", "How likely the answers of questions about an input are.", DecisionFields),
     Operation(
         "POST",
         "/v1/audio/transcriptions",

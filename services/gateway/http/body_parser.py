@@ -28,6 +28,7 @@ from services.gateway.api.anthropic.request import read_count_tokens, read_messa
 from services.gateway.api.chat import read_chat
 from services.gateway.api.chat_batch import read_chat_batch
 from services.gateway.api.completions import read_completion
+from services.gateway.api.decisions.request import read_decisions
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationKind, GenerationRequest, RequestLimits
 from services.gateway.api.ollama.request import read_ollama_chat, read_ollama_generate
@@ -131,6 +132,8 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_sglang(body, context.cards, context.limits)
         case "tokens":
             return read_tokens(body, context.cards, context.limits, context.dialect_of)
+        case "decision":
+            return read_decisions(body, context.cards, context.limits)
         case "generative_score":
             return read_generative_scores(body, context.cards, context.limits)
         case "embedding":

@@ -25,15 +25,16 @@ from services.gateway.http.apis.audio import AudioEndpoint
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
 from services.gateway.http.apis.chat_batch import ChatBatchEndpoint
+from services.gateway.http.apis.decisions import DecisionsEndpoint
 from services.gateway.http.apis.files import FileEndpoints
-from services.gateway.http.apis.generative_scores import GenerativeScoresEndpoint
 from services.gateway.http.apis.invocations import InvocationsEndpoint
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.render import RenderedKind, RenderEndpoint
 from services.gateway.http.apis.responses import ResponsesEndpoint
 from services.gateway.http.apis.sglang import SglangEndpoint
 from services.gateway.http.apis.stored_responses import StoredResponseEndpoints
-from services.gateway.http.apis.tokens import TokensEndpoint
+from services.gateway.http.apis.tokens.generate import TokensEndpoint
+from services.gateway.http.apis.tokens.generative_scores import GenerativeScoresEndpoint
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import BodyLimits, ErrorBody
 from services.gateway.http.endpoints import VERSION, Endpoint, Handler, InfoEndpoints
@@ -122,6 +123,7 @@ class _Routes:
             route("POST", "/v1/chat/completions/render", self._rendered("chat"), "inference"),
             route("POST", "/v1/completions", self._generation("completion"), "inference"),
             route("POST", "/v1/completions/render", self._rendered("completion"), "inference"),
+            route("POST", "/v1/decisions", DecisionsEndpoint(*self._generating), "inference"),
             route("POST", "/v1/audio/transcriptions", self._audio("transcribe"), "inference"),
             route("POST", "/v1/audio/translations", self._audio("translate"), "inference"),
             route("POST", "/generate", SglangEndpoint(*self._generating), "inference"),

@@ -342,8 +342,8 @@ async def test_what_is_not_there_is_said_as_json(stack: GatewayStack) -> None:
     assert images.status_code == 404
     served = (
         "/v1/chat/completions, /v1/chat/completions/batch, /v1/chat/completions/render, /v1/completions, "
-        "/v1/completions/render, /v1/audio/transcriptions, /v1/audio/translations, /generate, /inference/v1/generate, "
-        "/generative_scoring, /invocations, /tokenize, /detokenize, /v1/models, /v1/responses, "
+        "/v1/completions/render, /v1/decisions, /v1/audio/transcriptions, /v1/audio/translations, /generate, "
+        "/inference/v1/generate, /generative_scoring, /invocations, /tokenize, /detokenize, /v1/models, /v1/responses, "
         "/v1/responses/input_tokens, /v1/messages, /v1/messages/render, "
         "/v1/messages/count_tokens, /api/chat, /api/generate, /api/tags, /api/ps, /api/show, /api/version, "
         "/v1/embeddings, /pooling, /classify, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank, /v2/embed, "

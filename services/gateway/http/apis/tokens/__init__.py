@@ -1,0 +1,1 @@
+"""vLLM's endpoints of token ids."""
