@@ -81,13 +81,20 @@ def test_every_series_of_rules_and_dashboards_is_there(server: PrometheusServer)
 
 
 def test_prometheus_evaluates_every_query_of_every_dashboard(server: PrometheusServer) -> None:
-    empty = set()
-    for where, expression in panel_queries():
-        if not server.query(expression):
-            empty.add((where, expression))
-    unexpected = {(where, text) for where, text in empty if not series_named(text) & SEEN_ONLY_WHEN_IT_HAPPENS.keys()}
-    # What a second of traffic has no rate of, or what needs a device whose peak is known.
-    assert {where for where, text in unexpected if "rate(" not in text} <= {"baton-overview: Alerts that fire"}
+    tried: list[set[str]] = []
+
+    def nothing_is_missing() -> bool:
+        """What a busy process did not say within a second is back with its next answer."""
+        empty = [(where, expression) for where, expression in panel_queries() if not server.query(expression)]
+        unexpected = [each for each in empty if not series_named(each[1]) & SEEN_ONLY_WHEN_IT_HAPPENS.keys()]
+        # What a second of traffic has no rate of, or what needs a device whose peak is known.
+        tried.append({where for where, text in unexpected if "rate(" not in text})
+        return tried[-1] <= {"baton-overview: Alerts that fire"}
+
+    try:
+        server.until(nothing_is_missing)
+    except AssertionError as error:
+        raise AssertionError(f"without samples: {tried[-1:]}") from error
 
 
 def test_rules_are_evaluated_without_an_error_and_a_healthy_stack_raises_none(server: PrometheusServer) -> None:
@@ -106,7 +113,7 @@ def test_vllms_own_dashboards_find_their_metrics(server: PrometheusServer) -> No
     assert set(VLLM_DASHBOARDS) - set(server.names()) == set()
     quantile = "histogram_quantile(0.95, sum by (le) (rate(vllm:time_to_first_token_seconds_bucket[$__rate_interval])))"
     assert server.query(filled(quantile)) is not None
-    assert server.query("vllm:num_requests_running")[0]["metric"]["model_name"]
+    assert server.until(lambda: server.query("vllm:num_requests_running"))[0]["metric"]["model_name"]
 
 
 def test_a_latency_leads_to_the_trace_of_a_request(server: PrometheusServer) -> None:
@@ -118,12 +125,13 @@ def test_a_latency_leads_to_the_trace_of_a_request(server: PrometheusServer) -> 
 
 
 def test_a_process_that_dies_is_seen_and_found_again(stack: RunningStack, server: PrometheusServer) -> None:
-    before = server.query('process_start_time_seconds{instance="tokenizer-1"}')[0]["value"][1]
+    started = 'process_start_time_seconds{instance="tokenizer-1"}'
+    before = server.until(lambda: server.query(started))[0]["value"][1]
     pid = stack.kill("tokenizer-1")
     stack.replaced("tokenizer-1", pid)
 
     def again() -> bool:
-        found = server.query('process_start_time_seconds{instance="tokenizer-1"}')
+        found = server.query(started)
         return bool(found) and found[0]["value"][1] != before and bool(server.query('up{instance="tokenizer-1"} == 1'))
 
     server.until(again)
