@@ -201,10 +201,10 @@ async def test_a_cluster_that_is_killed_as_a_whole_loses_no_stream_of_others(pai
 
 def kill_whole(stack: RunningStack) -> None:
     """All of its processes at once, the supervisor first, as a data centre goes."""
-    processes = [psutil.Process(stack.supervisor.pid), *psutil.Process(stack.supervisor.pid).children(recursive=True)]
-    processes += [psutil.Process(identity.pid) for identity in stack.state.living().values()]
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    supervisor = psutil.Process(stack.supervisor.pid)
+    living = [identity.pid for identity in stack.state.living().values()]
+    for pid in (supervisor.pid, *(child.pid for child in supervisor.children(recursive=True)), *living):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         stack.supervisor.wait(10)

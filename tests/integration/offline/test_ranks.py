@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -22,7 +23,12 @@ PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
 def _ranks() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "services.offline.ranks" in " ".join(each.cmdline())]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # another one, which has ended meanwhile
+            if "services.offline.ranks" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 @pytest.mark.parametrize(
