@@ -12,7 +12,7 @@ from types import TracebackType
 
 from tests.support.paths import REPOSITORY
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 
 class Pty:

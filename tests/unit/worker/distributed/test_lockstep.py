@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from services.worker.distributed.host_bell import BellState
 from services.worker.distributed.lockstep import GroupTopology, Lockstep, StepsApart
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 
 class SharedBell:
