@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-from services.worker.actor import WorkerActor  # noqa: F401 what `__main__` imports
+from services.worker.__main__ import build  # noqa: F401 the program, which is not imported again
 from services.worker.config import WorkerConfig
 from services.worker.executor.backend_choice import make_backend  # noqa: F401
 from services.worker.models.weight_files import read_ahead
@@ -29,6 +29,7 @@ def _import_all(config: WorkerConfig, folder: Path) -> None:
         from services.worker.sim.backend import create_sim_backend  # noqa: F401
     else:
         from services.worker.executor.torch_backend import create_backend  # noqa: F401
+        from services.worker.kv.transfers import Transfers  # noqa: F401
         from services.worker.platforms.installed import open_platform  # noqa: F401
 
         if computed_by_the_library(config, folder):

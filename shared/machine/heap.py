@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import cache
 from typing import Any
 
@@ -30,7 +31,12 @@ def keep_forks_apart() -> None:
     """Gives free pages back and takes for good what is free between allocations, so that a process that is forked from
     now on allocates behind all of them, in pages of its own. In the holes, each of its small allocations would have the
     system copy a page that it shares: a tokenizer's 1 MiB of them took 5. Takes milliseconds; does nothing with another
-    C library."""
+    C library.
+
+    What Python remembers of attributes that it has looked up is forgotten first: it holds their names, and look-ups of
+    a forked process would let go of each, on a page that it shares until then."""
+    if sys.version_info < (3, 12):  # from then on names have no references to count
+        sys._clear_type_cache()
     if (heap := _heap()) is None:
         return
     give_back_freed_memory()

@@ -25,6 +25,7 @@ _TRACES: RecentEntries[str, str] = RecentEntries(MAX_TRACED_REQUESTS)
 _UNKNOWN = {**vars(logging.makeLogRecord({})), "process": 0, "thread": 0}
 """What a library's own formatter may ask for, and is not found out for our lines."""
 _OURS = frozenset(_UNKNOWN) | {"message", "asctime", "taskName"}
+_NOISY = ("nats", "asyncio", "urllib3", "filelock")
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
@@ -106,8 +107,15 @@ def set_up_logs(service: str, instance: str, level: str, stream: TextIO | None =
     logging._srcfile = None  # as Python's manual has it: nobody looks for the caller
     handler = LineHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines(service, instance))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
-    for noisy in ("nats", "asyncio", "urllib3", "filelock"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
+    logging.getLogger().handlers[:] = [handler]
+    set_log_level(level)
+
+
+def set_log_level(level: str) -> None:
+    """Lines are written from `level` on, of some libraries warnings at least. A level that stands already is left
+    alone: setting one writes to every logger of the process, half a MiB that a forked one shares until then."""
+    least = logging.getLevelNamesMapping()[level.upper()]
+    levels = {"": least, **dict.fromkeys(_NOISY, max(logging.WARNING, least))}
+    for logger, wanted in ((logging.getLogger(name), wanted) for name, wanted in levels.items()):
+        if logger.level != wanted:
+            logger.setLevel(wanted)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from runpy import run_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,9 +36,10 @@ from deploy.supervisor.template.protocol import (
     encode,
 )
 from shared.child_watch import ChildWatch, leave_child_watch, reaped
-from shared.config import replace_environment
+from shared.config import look_up_settings, replace_environment
 from shared.machine.file_pages import release_file_pages
 from shared.machine.heap import keep_forks_apart
+from shared.telemetry.logs import set_log_level
 
 _PR_SET_PDEATHSIG = 1
 _THREADS_GONE_TIMEOUT = 1.0
@@ -103,17 +105,23 @@ def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def run_job(job: Job) -> None:
-    """Becomes the program of the job; ends as that does."""
+def run_job(job: Job, program: ModuleType | None) -> None:
+    """Becomes the program of the job; ends as that does. `program`: its `__main__`, where that is imported."""
     write_to(job.output)
     replace_environment(job.request.environment)
     sys.argv[1:] = job.request.argv
-    run_module(job.request.module, run_name="__main__", alter_sys=True)
+    if program is None or program.__file__ is None:
+        run_module(job.request.module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[0], sys.modules["__main__"] = program.__file__, program
+        program.main()
 
 
-def _warm(modules: Sequence[str], flags: Sequence[str]) -> None:
-    """Imports what the modules need: one that has a `preload` says so by these flags. Raises what that raises."""
-    for name in ("uvloop", "encodings.idna"):  # every service does, once it runs
+def _warm(modules: Sequence[str], flags: Sequence[str]) -> dict[str, ModuleType]:
+    """Imports what the modules need: one that has a `preload` says so by these flags. Returns the programs that are
+    imported by then, by module: each has a `main`. Raises what imports raise."""
+    programs: dict[str, ModuleType] = {}
+    for name in ("uvloop", "encodings.idna", "encodings.unicode_escape"):  # every service does, once it runs
         with suppress(ImportError):
             import_module(name)
     for module in modules:
@@ -122,7 +130,10 @@ def _warm(modules: Sequence[str], flags: Sequence[str]) -> None:
             preload.preload(flags)
         else:
             import_module(f"{module}.__main__")
-            del sys.modules[f"{module}.__main__"]  # it is run under another name
+        if (program := sys.modules.get(f"{module}.__main__")) is not None:
+            programs[module] = program
+    look_up_settings()
+    set_log_level("info")  # what most have; another one is set by the process that has it
     deadline = time.monotonic() + _THREADS_GONE_TIMEOUT
     while _threads() > 1 and time.monotonic() < deadline:  # one that was joined is gone a moment later
         time.sleep(0.01)
@@ -130,6 +141,7 @@ def _warm(modules: Sequence[str], flags: Sequence[str]) -> None:
     gc.freeze()  # what is there now stays shared: a collection would write to it
     keep_forks_apart()
     release_file_pages()  # of PyTorch's 60 MB of code that importing ran it needs none again
+    return programs
 
 
 def main() -> None:
@@ -138,18 +150,18 @@ def main() -> None:
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):  # while importing it does not listen
         raise SystemExit(1)
     control = socket.socket(fileno=int(sys.argv[1]))
-    job = None
+    job, programs = None, dict[str, ModuleType]()
     with suppress(ConnectionError), control:
         try:
             template = ForkingTemplate(control)
-            _warm(sys.argv[2].split(","), sys.argv[3:-1])
+            programs = _warm(sys.argv[2].split(","), sys.argv[3:-1])
         except Exception as error:  # the process itself will say what is wrong, and where
             control.send(encode(ForkRefused(f"{type(error).__name__}: {error}")))
             return
         control.send(encode(TemplateWarmed(time.perf_counter() - began)))
         job = template.run()
     if job is not None:
-        run_job(job)
+        run_job(job, programs.get(job.request.module))
 
 
 if __name__ == "__main__":

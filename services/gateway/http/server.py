@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
+import uvicorn.lifespan.off  # which a server imports as it starts
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http.certificates import CertificateWatcher

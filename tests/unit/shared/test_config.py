@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import pytest
 from msgspec import Meta
 
-from shared.config import ConfigError, ServiceConfig, load_config
-from shared.settings import ByteSize, parse_bytes
+from shared.config import ConfigError, ServiceConfig, load_config, look_up_settings
+from shared.settings import ByteSize, parse_bytes, settings_of
 
 
 class Cooking(ServiceConfig, frozen=True, kw_only=True):
@@ -161,3 +161,35 @@ def test_a_value_from_a_file_is_given_once_and_readable(tmp_path: Path) -> None:
         load_config("gateway", ServiceConfig, [], both)
     with pytest.raises(ConfigError, match="frobnicate"):
         load_config("gateway", ServiceConfig, [], {"BATON_GATEWAY_FROBNICATE_FILE": __file__})
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--port=1", "--port=2", "--greedy", "--no-greedy", "--keys=a,b", "--nats-user=", "--metrics-port=none"],
+        ["--no-greedy", "--greedy", "--namespace=a", "--salt=0.5", "--memory=1GiB"],
+        ["--nats-user=a=b c", "--nats-password=--port"],
+    ],
+)
+def test_flags_of_a_supervisor_mean_what_argparse_reads(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = load(*argv)
+    monkeypatch.setattr("shared.config._plain_flags", lambda *_: None)
+    assert plain == load(*argv)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--greedy=true"], ["--port"], ["--no-port"], ["--porting=3"], ["port=3"], ["--no_greedy"], ["-port=3"]]
+)
+def test_what_is_wrong_with_a_flag_argparse_says(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--help shows every flag"):
+        load(*argv)
+
+
+def test_settings_are_looked_up_before_processes_are_forked() -> None:
+    class Baking(Cooking, frozen=True, kw_only=True):
+        oven: str = "gas"
+
+    look_up_settings()
+    before = settings_of.cache_info().misses
+    assert "oven" in settings_of(Baking)
+    assert settings_of.cache_info().misses == before

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shared.telemetry.logs import MAX_TRACED_REQUESTS, JsonLines, LineHandler, LineRecord, record_trace
+from shared.telemetry.logs import MAX_TRACED_REQUESTS, JsonLines, LineHandler, LineRecord, record_trace, set_log_level
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CONTEXT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -84,3 +84,19 @@ def test_a_line_holds_what_any_record_may_say(lines: Lines) -> None:
     line = lines.last()
     assert line["event"] == "failed twice"
     assert line["error"].endswith("ValueError: no such block")
+
+
+def test_a_level_that_stands_is_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, nats = logging.getLogger(), logging.getLogger("nats")
+    before = root.level, nats.level
+    set_log_level("error")
+    assert (root.level, nats.level) == (logging.ERROR, logging.ERROR)
+    set_log_level("debug")
+    assert (root.level, nats.level) == (logging.DEBUG, logging.WARNING)
+    written: list[str] = []
+    monkeypatch.setattr(logging.Logger, "setLevel", lambda logger, level: written.append(logger.name))
+    set_log_level("debug")
+    assert written == []
+    monkeypatch.undo()
+    for logger, level in zip((root, nats), before, strict=True):
+        logger.setLevel(level)
