@@ -45,6 +45,7 @@ ARCHITECTURES = (
     Architecture("DeepSeek-V3", True, "deepseek-v3"),
     Architecture("DeepSeek-V3.2", True, "deepseek-v3.2"),
     Architecture("GLM-5", True, "glm-5"),
+    Architecture("DeepSeek-V4", True, "deepseek-v4"),
     Architecture("Mamba-2", True, "mamba2"),
     Architecture("Bamba", True, "bamba"),
     Architecture("Granite 4", True, "granite-hybrid-moe"),
@@ -84,8 +85,10 @@ class Cell(NamedTuple):
 
 
 CELLS = tuple(Cell(*pair) for pair in product(ARCHITECTURES, MODEL_FEATURES))
-REFUSED: dict[tuple[str, ModelFeature], str] = {}
-"""What the error says; there is none now."""
+REFUSED: dict[tuple[str, ModelFeature], str] = {
+    ("DeepSeek-V4", "LoRA"): "lora: a model with compressed keys (DeepseekV4ForCausalLM) can have no adapters",
+}
+"""What the error says."""
 
 
 def table() -> str:

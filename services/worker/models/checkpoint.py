@@ -254,12 +254,13 @@ def open_checkpoint(
     single: str | None = None,
     base: str = "",
     language_model: bool = False,
+    rename: Callable[[str], str] | None = None,
     rest: Callable[[], None] | None = None,
 ) -> Iterator[Checkpoint]:
     """The checkpoint in `model_dir`, single-file or sharded; or its file `single` alone. What is read is on `device`.
     `base`: what the names of a whole model begin with; where they lack it, as sentence-transformers writes them, they
-    get it. `language_model`: it is that of a model of images, and has the names that it would have alone. `rest`: see
-    `TensorFiles`.
+    get it. `language_model`: it is that of a model of images, and has the names that it would have alone. `rename`:
+    what a tensor is called here, by its name in the files. `rest`: see `TensorFiles`.
 
     Raises ModelError where there is none or it is broken.
     """
@@ -271,6 +272,8 @@ def open_checkpoint(
                 tensors |= files.open(path)
         except TensorFileError as error:
             raise ModelError(str(error)) from None
+        if rename is not None:
+            tensors = {rename(name): tensor for name, tensor in tensors.items()}
         if language_model:
             tensors = {language_model_name(name): tensor for name, tensor in tensors.items()}
         if base and f"{base}{EMBEDDING}" not in tensors and EMBEDDING in tensors:

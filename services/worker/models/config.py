@@ -9,6 +9,9 @@ from typing import Literal, Protocol
 import msgspec
 from msgspec import Struct
 
+from services.worker.models.hf_layers.compressed import CompressedConfig as CompressedConfig
+from services.worker.models.hf_layers.compressed import Compression as Compression
+from services.worker.models.hf_layers.compressed import HyperConnections as HyperConnections
 from services.worker.models.hf_layers.convolution import ConvolutionConfig as ConvolutionConfig
 from services.worker.models.hf_layers.delta import DeltaConfig as DeltaConfig
 from services.worker.models.hf_layers.latent import LatentConfig as LatentConfig
@@ -119,6 +122,10 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """Its number among those that have one of the model's shared blocks; None: it has weights of its own."""
     residual: tuple[ResidualScales, ResidualScales] | None = None
     """Where what attention, or a mixer, gives joins it, and where what the MLP gives does; None: nothing is scaled."""
+    compression: Compression | None = None
+    """How entries are made of its tokens that attention sees beside its window (DeepSeek-V4); None: there are none."""
+    hashed: bool = False
+    """A token's experts are those that a table has for it, whatever its row is."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -186,6 +193,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Queries, and keys, are RMS-normed over all heads together before rotation (Olmo 2 and later)."""
     multipliers: Multipliers | None = None
     shared: SharedBlocks | None = None
+    compressed: CompressedConfig | None = None
+    """Attention is over compressed keys; None: it is not."""
+    connections: HyperConnections | None = None
+    """The residual is several streams; None: it is one."""
     plugin: str | None = None
     """The package that brings the architecture, with its version; None: it is ours."""
 
@@ -204,6 +215,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Elements of a head that are rotated."""
         if self.rotary_dim is not None:
             return self.rotary_dim
+        if self.compressed is not None:
+            return self.compressed.rope_dim
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
@@ -271,7 +284,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
             return shared + self._in_layers([layer for layer in layers if layer.depth is None], experts)
         states = sum(layer.has_state for layer in layers)
         mixers = 0 if self.states is None else states * self.states.parameters(self.hidden_size)
-        attention = (len(layers) - states) * self._attention_parameters() + mixers
+        attention = self._attending_parameters(layers, len(layers) - states) + mixers
         mixing = sum(layer.mixes for layer in layers)
         columns = sum(layer.has_mlp and not layer.mixes for layer in layers) * self.intermediate_size
         outputs = 0
@@ -280,6 +293,14 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
             gated = self.mixture.shared_size is not None and self.mixture.shared_gated
             outputs = mixing * (self.mixture.experts + gated)
         return attention + self.hidden_size * (self._matrices_of_mlp * columns + outputs)
+
+    def _attending_parameters(self, layers: Sequence[LayerConfig], attending: int) -> int:
+        """Of the layers that attend, so many of these."""
+        if self.compressed is None:
+            return attending * self._attention_parameters()
+        sizes = (self.hidden_size, self.num_heads, self.head_dim)
+        of_streams = 0 if self.connections is None else self.connections.parameters(self.hidden_size, len(layers))
+        return of_streams + sum(self.compressed.parameters(*sizes, layer.compression) for layer in layers)
 
     def _attention_parameters(self) -> int:
         """Of one layer."""

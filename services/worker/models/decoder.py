@@ -163,13 +163,20 @@ class Decoder:
         if self._native is not None:
             self._native.use_taps(layers)
 
+    @property
+    def parts_of_token(self) -> tuple[int, int] | None:
+        """Elements of the two parts that a layer's cache has of a token, of which nothing is any head's; None: these
+        are keys and values of heads."""
+        latent = self._config.latent
+        return None if latent is None else (latent.kv_rank, latent.beside_dim)
+
     def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
         """See `CausalLm.allocate_kv`."""
-        latent, heads, dim = self._config.latent, self._share.num_kv_heads, self._config.head_dim
+        parts, heads, dim = self.parts_of_token, self._share.num_kv_heads, self._config.head_dim
 
         def allocate() -> tuple[Tensor, Tensor]:
-            if latent is not None:
-                return self._ops.latents.allocate(num_blocks, latent.kv_rank, latent.beside_dim)
+            if parts is not None:
+                return self._ops.latents.allocate(num_blocks, *parts)
             return self._ops.allocate_kv(num_blocks, heads, dim)
 
         if self._config.states is None:
@@ -183,22 +190,22 @@ class Decoder:
             alone = self._pipeline.stages == 1
             return self._pages_for(model).share(checkpoints, caches, self._ops) if checkpoints and alone else None
         first, last = self._share.kv_heads
-        latent, keys = self._config.latent, caches[0][0]
+        parts, keys = self.parts_of_token, caches[0][0]
         different, layers, first_layer = caches, self._config.num_layers, self._weights.first_layer
         if self._groups is not None:  # a record is a block of one group
             different, model = distinct(caches), self._groups.digest(model)
             layers, first_layer = sum(self._groups.stages), self._groups.first_cache
         dim = cached_head_dim(keys.dtype, self._config.head_dim)
-        copier = self._ops.kv_copier(different, dim) if latent is None else self._ops.latents.copier(different)
+        copier = self._ops.kv_copier(different, dim) if parts is None else self._ops.latents.copier(different)
         return RankKvCache(
             layout=KvLayout(
                 model=model,
                 dtype=str(keys.dtype).removeprefix("torch."),
                 layers=layers,
                 kv_heads=self._config.num_kv_heads,
-                head_dim=dim if latent is None else latent.kv_rank,
+                head_dim=dim if parts is None else parts[0],
                 block_size=self._ops.block_size,
-                value_dim=None if latent is None else latent.beside_dim,
+                value_dim=None if parts is None else parts[1],
             ),
             first_head=first,
             num_heads=last - first,
@@ -223,9 +230,8 @@ class Decoder:
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block over all layers of this rank."""
-        latent = self._config.latent
-        if latent is not None:
-            per_layer = self._ops.latents.block_bytes(latent.kv_rank, latent.beside_dim)
+        if (parts := self.parts_of_token) is not None:
+            per_layer = self._ops.latents.block_bytes(*parts)
         else:
             per_layer = self._ops.kv_block_bytes(self._share.num_kv_heads, self._config.head_dim)
         attending = sum(layer.mixer is None for layer in self._weights.layers)

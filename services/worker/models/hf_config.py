@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
+from services.worker.models.compressed.reading import COMPRESSED_READERS
 from services.worker.models.config import LayerConfig, ModelConfig, ModelError, dtype_named, plain_json
 from services.worker.models.hf_layers.latent import LATENT_ARCHITECTURES, LatentConfig, RawLatent, read_latent
 from services.worker.models.hf_layers.limits import refuse_impossible
@@ -135,11 +136,11 @@ _BASES = {
 """Architectures without a language model head."""
 
 _NO_WINDOW = ("LlamaForCausalLM", *LATENT_ARCHITECTURES)
-
 _NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", *LATENT_ARCHITECTURES)
 """Their layers are alike, whatever `layer_types` says."""
 
-_NESTING = tuple(each for each in IMAGE_ARCHITECTURES if each not in STATE_READERS)
+_READERS = {**STATE_READERS, **COMPRESSED_READERS}
+_NESTING = tuple(each for each in IMAGE_ARCHITECTURES if each not in _READERS)
 
 _OTHER_TENSORS = ("exaone",)
 """Model types whose tensors have other names than those of their architecture."""
@@ -221,9 +222,9 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     if whole is not None:
         described = _language_model(path, whole, described)
         outline = _outline(path, described)
-    stateful = next((each for each in outline.architectures if each in STATE_READERS), None)
-    if stateful is not None:
-        return _stateful_config(path, stateful, described)
+    other = next((each for each in outline.architectures if each in _READERS), None)
+    if other is not None:
+        return _read_by_its_own(path, other, described)
     raw = _decode(path, _RawConfig, described)
     headless = not any(each in _FAMILIES for each in raw.architectures)
     raw.architectures = [_BASES.get(each, each) for each in raw.architectures]
@@ -254,10 +255,10 @@ def _language_model(path: Path, architecture: str, described: bytes | None) -> b
         raise ModelError(f"{path}: {error}") from None
 
 
-def _stateful_config(path: Path, architecture: str, described: bytes | None) -> ModelConfig:
+def _read_by_its_own(path: Path, architecture: str, described: bytes | None) -> ModelConfig:
     text = plain_json(path.read_bytes() if described is None else described)
     try:
-        return STATE_READERS[architecture](text, architecture, lambda own: stop_tokens(path.parent, own))
+        return _READERS[architecture](text, architecture, lambda own: stop_tokens(path.parent, own))
     except (ModelError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path}: {error}") from None
 
@@ -282,7 +283,7 @@ def is_native(model_dir: Path) -> bool:
     """Whether the model is of an architecture that is read here, as a decoder. Raises ModelError where there is no
     configuration, or one with numbers that no model has."""
     raw = _outline(model_dir / "config.json")
-    known = (*_FAMILIES, *_BASES, *STATE_READERS, *_NESTING)
+    known = (*_FAMILIES, *_BASES, *_READERS, *_NESTING)
     if raw.use_bidirectional_attention or raw.model_type in _OTHER_TENSORS:
         return False
     return any(each in known for each in raw.architectures)
@@ -295,7 +296,7 @@ def architectures_of(model_dir: Path) -> list[str]:
 
 def has_head(model_dir: Path) -> bool:
     """Whether a model that is read here has a language model head. Raises ModelError."""
-    known = (*_FAMILIES, *STATE_READERS, *_NESTING)
+    known = (*_FAMILIES, *_READERS, *_NESTING)
     return any(each in known for each in architectures_of(model_dir))
 
 

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from services.worker.models.checkpoint import TensorSource, read_exactly
-from services.worker.models.config import (
-    ConvolutionConfig,
-    DeltaConfig,
-    LatentConfig,
-    LayerConfig,
-    LightningConfig,
-    Mixture,
-    ModelConfig,
-    SelectiveConfig,
-)
+from services.worker.models.compressed.loading import CompressedLoader
+from services.worker.models.config import CompressedConfig, LatentConfig, LayerConfig, Mixture, ModelConfig
 from services.worker.models.expert_parallel.expert_load import empty_counts
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
 from services.worker.models.hf_layers.tensor_names import GRANITE, tensor_names
 from services.worker.models.latent.loading import LatentLoader
-from services.worker.models.mixture.loading import read_experts
+from services.worker.models.mixture.loading import read_experts, read_experts_of_tokens
 from services.worker.models.quantization.matrices import (
     Matrix,
     MatrixLoader,
@@ -34,21 +25,15 @@ from services.worker.models.quantization.matrices import (
 from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
 from services.worker.models.shared_blocks.depths import DepthLoader, home_of
-from services.worker.models.states.convolution_loading import ConvolutionLoader
-from services.worker.models.states.delta_loading import DeltaLoader
 from services.worker.models.states.gated_attention import read_gated_inputs
-from services.worker.models.states.lightning_loading import LightningLoader
-from services.worker.models.states.mamba_loading import MambaLoader
+from services.worker.models.states.layer_mixers import read_state_mixer
 from services.worker.models.states.multipliers import Scales, mixer_scales, mlp_scales
-from services.worker.models.states.selective_loading import SelectiveLoader
 from services.worker.models.weights import (
     DecoderWeights,
     DenseMlp,
-    LatentWeights,
+    LayerMixer,
     LayerWeights,
-    LowRankGates,
     MixtureMlp,
-    SelectiveWeights,
     SharedExpert,
 )
 from services.worker.ops.interface import (
@@ -58,7 +43,6 @@ from services.worker.ops.interface import (
     PackedExperts,
     PackedLinear,
     Routing,
-    StateMixer,
 )
 from services.worker.ops.quantized import Scheme
 
@@ -133,25 +117,6 @@ _STORED = ("weight", "qweight", "weight_packed")
 """Of a module, as numbers or as codes, one of these is there."""
 
 
-class _Mixer(NamedTuple):
-    """What a layer has in front of its MLP; see `LayerWeights`."""
-
-    inputs: PackedLinear
-    output: PackedLinear
-    cos_sin: Tensor
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    latent: LatentWeights | None = None
-    mixer: StateMixer | None = None
-    steps: PackedLinear | None = None
-    selective: SelectiveWeights | None = None
-    gates: LowRankGates | None = None
-    gate: PackedLinear | None = None
-    split_norm: Tensor | None = None
-    sinks: Tensor | None = None
-    row_norms: tuple[Tensor, Tensor] | None = None
-
-
 class _Loader:
     def __init__(
         self,
@@ -184,13 +149,14 @@ class _Loader:
         tied = self._config.tied_embeddings
         table = self._words(self._names.embedding) if stage.is_first or (stage.is_last and tied) else None
         head = self._head(table) if stage.is_last else None
-        numbers = range(stage.first_layer, stage.end_layer)
+        numbers, compressed = range(stage.first_layer, stage.end_layer), self._config.compressed
         return DecoderWeights(
             embedding=self._embedding(table, head if tied else None) if stage.is_first and table is not None else None,
             layers=tuple(self.layer(number, self._config.layers[number]) for number in numbers),
             final_norm=self._norm(self._names.final_norm) if stage.is_last else None,
             head=head,
             first_layer=stage.first_layer,
+            streams=None if compressed is None or not stage.is_last else self._compressed(compressed).last_streams(),
         )
 
     def embedding(self) -> EmbeddingTable:
@@ -259,19 +225,25 @@ class _Loader:
             row_norms=mixer.row_norms,
             scales=self._on_device(mixer_scales(config, self._share, has_state=layer.has_state)),
             residual=layer.residual,
+            compressed=mixer.compressed,
+            streams=mixer.streams,
         )
 
     def _on_device(self, scales: Scales) -> Scales:
         return None if scales is None else (scales[0].to(self._device), scales[1])
 
-    def _attention(self, name: str, index: int, layer: LayerConfig) -> _Mixer:
+    def _attention(self, name: str, index: int, layer: LayerConfig) -> LayerMixer:
         if self._config.gated_attention:
             return self._gated_attention(f"{name}.{self._names.attention}", layer)
+        if self._config.compressed is not None:
+            loader = self._compressed(self._config.compressed)
+            mixer = loader.mixer(f"{name}.{self._names.attention}", layer.compression, self._table(layer.rope))
+            return mixer._replace(streams=loader.streams(name))
         config, dim, names = self._config, self._config.head_dim, self._names
         name = f"{name}.{names.attention}"
         latent = None if config.latent is None else self._latent(config.latent, name, index)
         value_dim = dim if config.latent is None else config.latent.value_dim
-        return _Mixer(
+        return LayerMixer(
             inputs=self._qkv(name) if latent is None else latent.inputs(),
             q_norm=self._norm(f"{name}.{names.query_norm}.weight", dim) if config.qk_norm else None,
             k_norm=self._norm(f"{name}.{names.key_norm}.weight", dim) if config.qk_norm else None,
@@ -306,13 +278,13 @@ class _Loader:
         read = self._checkpoint.read(name, (self._config.num_heads,), rows=self._share.heads)
         return read.float().to(self._device)
 
-    def _gated_attention(self, name: str, layer: LayerConfig) -> _Mixer:
+    def _gated_attention(self, name: str, layer: LayerConfig) -> LayerMixer:
         config, inner = self._config, self._config.num_heads * self._config.head_dim
         inputs, order = (
             read_gated_inputs(self._matrices, config, self._share, name),
             partly_rotated(config.head_dim, config.rotated_dim).to(self._device),
         )
-        return _Mixer(
+        return LayerMixer(
             inputs=inputs.qkv,
             q_norm=self._norm(f"{name}.q_norm.weight", config.head_dim)[order],
             k_norm=self._norm(f"{name}.k_norm.weight", config.head_dim)[order],
@@ -323,36 +295,13 @@ class _Loader:
             gate=inputs.gate,
         )
 
-    def _with_states(self, name: str, index: int) -> _Mixer:
-        name = f"{name}.{self._names.mixer}"
-        states, shard, nothing = self._config.states, self._share.mixer, torch.empty(0, device=self._device)
-        assert states is not None, "a layer has states"
-        assert shard is not None
-        how = (self._matrices, self._device, self._config, shard)
-        if isinstance(states, DeltaConfig):
-            delta = DeltaLoader(*how, states, name)
-            inputs, steps = delta.inputs()
-            net, gates = delta.mixer(), delta.gates()
-            return _Mixer(inputs, delta.output(), cos_sin=nothing, mixer=net, steps=steps, gates=gates)
-        if isinstance(states, ConvolutionConfig):
-            short = ConvolutionLoader(*how, states, name)
-            return _Mixer(short.inputs(), short.output(), cos_sin=nothing, mixer=short.mixer())
-        if isinstance(states, SelectiveConfig):
-            space = SelectiveLoader(*how, states, name)
-            own, between = space.mixer(), space.between()
-            return _Mixer(space.inputs(), space.output(), cos_sin=nothing, mixer=own, selective=between)
-        if isinstance(states, LightningConfig):
-            light = LightningLoader(*how, states, name)
-            mixer, gate, norm = light.mixer(index), light.gate(), light.norm()
-            return _Mixer(light.inputs(), light.output(), cos_sin=nothing, mixer=mixer, gate=gate, split_norm=norm)
-        mamba = MambaLoader(*how, states, name)
-        return _Mixer(
-            inputs=mamba.inputs(),
-            output=mamba.output(),
-            cos_sin=nothing,
-            mixer=mamba.mixer(),
-            split_norm=mamba.split_norm(),
-        )
+    def _with_states(self, name: str, index: int) -> LayerMixer:
+        assert self._share.mixer is not None, "a layer has states"
+        how = (self._matrices, self._device, self._config, self._share.mixer)
+        return read_state_mixer(*how, f"{name}.{self._names.mixer}", index)
+
+    def _compressed(self, compressed: CompressedConfig) -> CompressedLoader:
+        return CompressedLoader(self._matrices, self._ops, self._device, self._config, compressed, self._share)
 
     def _latent(self, latent: LatentConfig, name: str, index: int) -> LatentLoader:
         how = (self._matrices, self._ops, self._device, self._config, latent)
@@ -421,20 +370,22 @@ class _Loader:
         mixture, hidden, share = self._config.mixture, self._config.hidden_size, self._share
         assert mixture is not None, "a layer mixes"
         placement = share.placements[index] if share.placements else None
+        hashed = self._config.layers[index].hashed
         own = None if placement is None else placement.experts_of(share.rank)
         read = read_experts(self._matrices, name, mixture, hidden, share.experts, own)
         local = None if placement is None else LocalExperts.of(placement, share.rank, self._device)
         return MixtureMlp(
             router=self._matrices.pack(read.router, read.router_bias),
             experts=RankExperts((self._packer or self._ops).pack_experts(read.gate_up, read.down, read.biases), local),
-            routing=self._routing(name, mixture),
+            routing=self._routing(name, mixture, hashed=hashed),
             shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, mixture.shared_size),
             counts=empty_counts(mixture.experts, self._device) if self._counts_picks else None,
+            by_token=read_experts_of_tokens(self._matrices, name, self._config.vocab_size, mixture) if hashed else None,
         )
 
-    def _routing(self, layer: str, mixture: Mixture) -> Routing:
+    def _routing(self, layer: str, mixture: Mixture, *, hashed: bool) -> Routing:
         bias = None
-        if mixture.corrected:
+        if mixture.corrected and not hashed:
             name = f"{self._mlp_block(layer)}.{self._names.expert_correction}"
             bias = read_exactly(self._checkpoint, name, (mixture.experts,))
         return Routing(

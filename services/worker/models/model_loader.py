@@ -22,6 +22,7 @@ from services.worker.models.checkpoint import (
     stored_bytes,
     takes_images,
 )
+from services.worker.models.compressed.names import library_name
 from services.worker.models.config import Dtype, ModelConfig, ModelError
 from services.worker.models.context_parallel.context_decoder import ContextDecoder
 from services.worker.models.context_parallel.shared_ops import ContextRanks
@@ -35,6 +36,8 @@ from services.worker.models.expert_parallel.placement import ExpertPlacement
 from services.worker.models.expert_parallel.rearrangement import ExpertRearranger, RearrangerParts
 from services.worker.models.fallback.library_loader import load_library_model
 from services.worker.models.hf_config import has_head, is_native, read_model_config
+from services.worker.models.hyper_connections.decoder import CompressedDecoder
+from services.worker.models.hyper_connections.limits import check_compressed
 from services.worker.models.latent.attention import check_latent
 from services.worker.models.loaded_model import (
     TORCH_DTYPES,
@@ -96,6 +99,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
     if config.latent is not None:
         check_latent(config.latent, settings.kv_cache_dtype, settings.attention, stage)
+    check_compressed(settings, config, stage, method)
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
     generates = plugin is not None or has_head(settings.folder)
@@ -199,6 +203,8 @@ def _decoder_of(
     parts = (config, weights, share, ops, settings.communicator)
     if plugin is not None:
         return plugin.decoder(DecoderParts(*parts, settings.pipeline))
+    if config.compressed is not None:
+        return CompressedDecoder(*parts, settings.pipeline)
     if settings.group is not None:
         return GroupDecoder(*parts, settings.group, settings.experts.all2all)
     if settings.on_layer is not None:
@@ -324,6 +330,7 @@ def _tensors(
         device=settings.device,
         base="model.",
         language_model=nests_language_model(settings.folder),
+        rename=None if config.compressed is None else library_name,
         rest=rest,
     ) as checkpoint:
         if plugin is not None:

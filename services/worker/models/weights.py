@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, assert_never
 
 from torch import Tensor
@@ -54,6 +54,14 @@ class MixtureMlp:
     shared: SharedExpert | None
     counts: Tensor | None = None
     """int64 [E]: how often each was picked, added to in every step; None: it is not counted."""
+    by_token: Tensor | None = None
+    """int64 [vocab, chosen]: the experts of each token; None: the router chooses them."""
+
+    def of_tokens(self, ids: Tensor) -> MixtureMlp:
+        """The same for rows of these tokens, ids [n]."""
+        if self.by_token is None:
+            return self
+        return replace(self, routing=self.routing._replace(given=self.by_token.index_select(0, ids)))
 
 
 Mlp = DenseMlp | MixtureMlp
@@ -90,6 +98,55 @@ class IndexWeights:
     """float32 [dim] each: weight and bias of the layer norm of keys."""
     q_up: PackedLinear
     """[heads * dim, q_rank]: the queries, of the normed latent of a row's queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorWeights:
+    """What makes one kind of entries of a layer's tokens, whole on every rank."""
+
+    bias: Tensor
+    """float32 [rate, width]: is added to how much a token counts, by its place in its window."""
+    norm: Tensor
+    """float32 [dim] of entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryWeights:
+    """What a layer that compresses its keys has for its entries."""
+
+    inputs: PackedLinear
+    """What entries are made of; see `CompressedConfig.made_of_row`. Behind that, how much each head of the indexer
+    counts."""
+    keys: CompressorWeights
+    index: CompressorWeights | None
+    """Of the keys that an indexer chooses by; None: all entries are attended to."""
+    index_q_up: PackedLinear | None
+    """[heads * dim, q_rank]: the indexer's queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedWeights:
+    """What attention over compressed keys has beside the usual one's weights, for one rank's heads."""
+
+    q_norm: Tensor
+    q_up: PackedLinear
+    """[H * D, q_rank]"""
+    key_norm: Tensor
+    grouped: PackedHeads
+    """[groups, output_rank, heads of a group * D] of this rank's groups: what attention's output goes through before
+    the last matrix."""
+    entries: EntryWeights | None
+
+
+class StreamMixing(NamedTuple):
+    """How a block's input is made of the streams, and where its output goes. Whole on every rank, float32."""
+
+    matrix: Tensor
+    """[outputs, streams * hidden]"""
+    base: Tensor
+    """[outputs]"""
+    scale: Tensor
+    """One number for each kind of outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +197,27 @@ class LowRankGates:
     """R"""
 
 
+class LayerMixer(NamedTuple):
+    """What a layer has in front of its MLP; see `LayerWeights`."""
+
+    inputs: PackedLinear
+    output: PackedLinear
+    cos_sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    latent: LatentWeights | None = None
+    mixer: StateMixer | None = None
+    steps: PackedLinear | None = None
+    selective: SelectiveWeights | None = None
+    gates: LowRankGates | None = None
+    gate: PackedLinear | None = None
+    split_norm: Tensor | None = None
+    sinks: Tensor | None = None
+    row_norms: tuple[Tensor, Tensor] | None = None
+    compressed: CompressedWeights | None = None
+    streams: tuple[StreamMixing, StreamMixing] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One rank's weights of one layer. Norm weights are float32."""
@@ -187,6 +265,9 @@ class LayerWeights:
     """The layer is a shared block at one depth; what it reads is twice as wide. None: it has weights of its own."""
     residual: tuple[ResidualScales, ResidualScales] | None = None
     """See `LayerConfig`."""
+    compressed: CompressedWeights | None = None
+    streams: tuple[StreamMixing, StreamMixing] | None = None
+    """Hyper-connections: those around attention, and those around the MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +282,8 @@ class DecoderWeights:
     head: PackedLinear | None
     first_layer: int = 0
     """Which of the model's layers the first of `layers` is."""
+    streams: StreamMixing | None = None
+    """What makes one row of the streams behind the last layer; None on every stage but the last."""
 
 
 Rows = tuple[int, int] | Tensor

@@ -41,13 +41,15 @@ PackedExperts = NewType("PackedExperts", object)
 PackedHeads = NewType("PackedHeads", object)
 """A weight of each head, as `PackedLinear`."""
 
-Activation = Literal["silu", "gelu_tanh", "swigluoai", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "swigluoai", "relu2", "silu_limited"]
 """What is made of gates and ups: act(gate) * up; swigluoai (vLLM's name), of gpt-oss: gates up to SWIGLU_LIMIT, ups
 between that and its negative: gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1). relu2: there are no gates, I outputs in
-place of 2 * I, and ups that are not negative are squared."""
+place of 2 * I, and ups that are not negative are squared. silu_limited, of DeepSeek-V4: silu of gates up to
+SILU_LIMIT, times ups between that and its negative."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+SILU_LIMIT = 10.0
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 """What makes scores of a router's logits."""
 
 OpsName = Literal["auto", "torch", "native", "triton"]
@@ -216,11 +218,14 @@ class Routing(NamedTuple):
     """float32 [E], added to the scores that choose, not to the chances."""
     scale: float = 1.0
     """What the chances are multiplied by in the end."""
+    given: Tensor | None = None
+    """int64 [n, chosen]: the experts of each row of a step; None: the best are."""
 
     @property
     def plain(self) -> bool:
         """Whether the greatest of a softmax choose."""
-        return self.scoring == "softmax" and self.groups == 1 and self.bias is None and self.scale == 1.0
+        chosen = self.scoring == "softmax" and self.groups == 1 and self.given is None
+        return chosen and self.bias is None and self.scale == 1.0
 
 
 class Picks(NamedTuple):

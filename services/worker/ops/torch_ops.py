@@ -22,6 +22,7 @@ from services.worker.kv.plain_copier import PlainKvCopier
 from services.worker.ops.drafts import DraftAttempt, SlotCopies
 from services.worker.ops.gpu import runs_triton
 from services.worker.ops.interface import (
+    SILU_LIMIT,
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
     Activation,
@@ -167,6 +168,8 @@ class TorchOps:
             case "swigluoai":
                 gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
                 return gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)
+            case "silu_limited":
+                return F.silu(gate.clamp(max=SILU_LIMIT)) * up.clamp(-SILU_LIMIT, SILU_LIMIT)
             case _:
                 assert_never(kind)
 

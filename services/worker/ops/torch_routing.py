@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops.interface import Picks, Routing
+from services.worker.ops.interface import Picks, Routing, Scoring
 
 
 class ExpertRows(NamedTuple):
@@ -24,15 +25,31 @@ class ExpertRows(NamedTuple):
 def route(logits: Tensor, routing: Routing) -> Picks:
     """See `Ops.choose_experts`; int64."""
     logits = logits.float()
-    scores = logits.softmax(dim=-1) if routing.scoring == "softmax" else logits.sigmoid()
-    choosing = scores if routing.bias is None else scores + routing.bias
-    if routing.groups > 1:
-        choosing = choosing.masked_fill(~_in_best_groups(choosing, routing), float("-inf"))
-    experts = choosing.topk(routing.chosen, dim=-1).indices
+    scores = _scores(logits, routing.scoring)
+    experts = _best(scores, routing) if routing.given is None else routing.given
     chances = scores.gather(1, experts)
     if routing.renormalised:
         chances = chances / chances.sum(dim=-1, keepdim=True)
     return Picks(chances * routing.scale if routing.scale != 1.0 else chances, experts)
+
+
+def _scores(logits: Tensor, scoring: Scoring) -> Tensor:
+    match scoring:
+        case "softmax":
+            return logits.softmax(dim=-1)
+        case "sigmoid":
+            return logits.sigmoid()
+        case "sqrtsoftplus":
+            return F.softplus(logits).sqrt()
+        case _:
+            assert_never(scoring)
+
+
+def _best(scores: Tensor, routing: Routing) -> Tensor:
+    choosing = scores if routing.bias is None else scores + routing.bias
+    if routing.groups > 1:
+        choosing = choosing.masked_fill(~_in_best_groups(choosing, routing), float("-inf"))
+    return choosing.topk(routing.chosen, dim=-1).indices
 
 
 def _in_best_groups(choosing: Tensor, routing: Routing) -> Tensor:

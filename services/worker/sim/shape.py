@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct, field
 
 from services.worker.backend import BackendError
+from services.worker.models.hf_layers.compressed import DEEPSEEK_V4
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.hf_layers.latent import RawLatent, read_latent
@@ -184,6 +185,7 @@ def _refuse_states(path: Path) -> None:
         (DELTA_ARCHITECTURES, "gated delta nets"),
         (CONVOLUTION_ARCHITECTURES, "short convolutions"),
         (SELECTIVE_ARCHITECTURES, "selective state-space layers"),
+        ((DEEPSEEK_V4,), "compressed keys"),
     )
     for known, kind in kinds:
         of_kind = [each for each in named if each in known]

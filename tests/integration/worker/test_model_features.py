@@ -252,6 +252,7 @@ def test_a_cell(cell: Cell, made: Callable[[Architecture], Bench], monkeypatch: 
         CHECKS[cell.feature](bench)
         bench.plain.reset()
         return
-    assert cell.feature == "TP 2", "the only one that is refused so far"
+    adapted = LoraSettings(((ModelName("a"), bench.folder),), 1, 8)
+    asked_for = {"TP 2": {"communicator": FirstOfTwo()}, "LoRA": {"loras": adapted}}
     with pytest.raises(ModelError, match=re.escape(complaint)):
-        bench.backend(communicator=FirstOfTwo())
+        bench.backend(**asked_for[cell.feature])

@@ -38,6 +38,8 @@ def exactly_gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
         case "swigluoai":
             gate = gate.clamp(max=7.0)
             return (up.clamp(min=-7.0, max=7.0) + 1) * (gate * torch.sigmoid(gate * 1.702))
+        case "silu_limited":
+            return F.silu(gate.clamp(max=10.0)) * up.clamp(min=-10.0, max=10.0)
         case "relu2":
             return up.relu().square()
 

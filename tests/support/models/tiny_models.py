@@ -72,6 +72,31 @@ _SPARSE: dict[str, Any] = {
 }
 """A part of most prompts is attended to. Scores are seldom equal, of which the library takes any: they were 0 of few
 heads, and of a token whose embedding is."""
+_COMPRESSED: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "partial_rotary_factor": 8 / 24,
+    "q_lora_rank": 20,
+    "layer_types": [
+        *("sliding_attention", "compressed_sparse_attention"),
+        *("heavily_compressed_attention", "compressed_sparse_attention"),
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "sliding_window": 12,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "index_n_heads": 16,
+    "index_head_dim": 20,
+    "index_topk": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "rope_parameters": _YARN,
+    "pad_token_id": None,
+}
+"""A layer of each kind. Of most prompts a part of the entries is attended to."""
 _PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -181,6 +206,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GlmMoeDsaConfig",
         {**_LATENT, **_SPARSE, "rope_parameters": _PLAIN, "indexer_types": ["full", "shared", "full"]},
     ),
+    "deepseek-v4": ("DeepseekV4Config", _COMPRESSED),
     "mamba2": (
         "Mamba2Config",
         {**_MAMBA2, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False},
@@ -294,7 +320,7 @@ STATE_FAMILIES = (
 """With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions or lightning attention."""
 IN_EXTRAS = (
     *("olmo-hybrid", "kimi-linear", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe"),
-    *("falcon-mamba", "jamba", "zamba2", "glm-5"),
+    *("falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4"),
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
@@ -361,6 +387,9 @@ def make_model(family: str, path: Path, *, shard_size: str = "1GB", **changes: A
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.add_(torch.randn_like(buffer) * 0.2)
+            if name.endswith("tid2eid"):
+                experts, chosen = model.config.n_routed_experts, buffer.shape[1]
+                buffer.copy_(torch.stack([torch.randperm(experts)[:chosen] for _ in range(len(buffer))]))
     model.eval().save_pretrained(path, max_shard_size=shard_size)
     # The reference goes on after an end token, as a backend does that is not stopped.
     model.generation_config.eos_token_id = None

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from services.worker.models.hf_layers.keys import first_given
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
 class Mixture(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -8,13 +8,14 @@ experts of a layer in one tensor, `mlp.experts.gate_up_proj`, and writes them so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from services.worker.models.checkpoint import BatchedTensorSource, TensorPart
+from services.worker.models.checkpoint import BatchedTensorSource, StoredTensorSource, TensorPart
 from services.worker.models.config import ModelError
 from services.worker.models.hf_layers.mixture import Mixture
 from services.worker.models.mixture.biased_experts import read_biased_experts
@@ -75,6 +76,21 @@ def read_experts(
     numbers = tuple(range(mixture.experts) if experts is None else experts)
     reading = _Reading(matrices, block, names, mixture, hidden, columns, numbers)
     return ExpertTensors(router, reading.gates_and_ups(), reading.downs())
+
+
+def read_experts_of_tokens(matrices: MatrixLoader, layer: str, vocab_size: int, mixture: Mixture) -> Tensor:
+    """int64 [vocab_size, chosen]: the experts of each token, where a table has them. Without a checkpoint they go
+    round. Raises ModelError."""
+    name, shape, source = f"{layer}.mlp.gate.tid2eid", (vocab_size, mixture.chosen), matrices.checkpoint
+    if not isinstance(source, StoredTensorSource):
+        return torch.arange(math.prod(shape), device=matrices.device).view(shape) % mixture.experts
+    table = source.read_stored(name)
+    if tuple(table.shape) != shape or table.is_floating_point():
+        found = f"{table.dtype} {list(table.shape)}"
+        raise ModelError(f"tensor {name} has {found}, the config asks for whole numbers {list(shape)}")
+    if not table.is_meta and not 0 <= int(table.min()) <= int(table.max()) < mixture.experts:
+        raise ModelError(f"tensor {name} names others than the {mixture.experts} experts that there are")
+    return table.long().to(matrices.device)
 
 
 class _Reading(NamedTuple):

@@ -22,12 +22,13 @@ class ResidualStream:
         self._ops, self._eps, self._scale = ops, config.norm_eps, config.residual_scale
         self._normed = config.residual_normed
         self._hidden, self._keeps = config.hidden_size, config.shared is not None
+        self._streams = 1 if config.connections is None else config.connections.streams
         self._embedded: Tensor | None = None
 
     @property
     def width(self) -> int:
         """Elements of a row that goes from stage to stage."""
-        return self._hidden * (2 if self._keeps else 1)
+        return self._hidden * (2 if self._keeps else self._streams)
 
     def begin(self, rows: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
         """The rows that a stage begins with, embeddings or what the stage before has `sent` → (what its first layer

@@ -24,8 +24,14 @@ BATON_INLINE F swigluoai(F gate, F up) {
     gate = smaller(gate, all(kLimit)), up = larger(smaller(up, all(kLimit)), all(-kLimit));
     return gate / (all(1.0f) + exp(gate * all(-kAlpha))) * (up + all(1.0f));
 }
+// DeepSeek-V4's: gates up to a limit, ups between that and its negative.
+BATON_INLINE F silu_limited(F gate, F up) {
+    constexpr float kLimit = 10.0f;
+    return silu(smaller(gate, all(kLimit))) * larger(smaller(up, all(kLimit)), all(-kLimit));
+}
 // What an MLP makes of its gates and ups.
 BATON_INLINE F gated(Activation kind, F gate, F up) {
+    if (kind == Activation::kSiluLimited) return silu_limited(gate, up);
     if (kind == Activation::kSwigluOai) return swigluoai(gate, up);
     return (kind == Activation::kSilu ? silu(gate) : gelu_tanh(gate)) * up;
 }

@@ -18,7 +18,7 @@ from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, Level, library_path
 from services.worker.ops.native.tile_check import tiles_work
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2, "relu2": 3}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2, "relu2": 3, "silu_limited": 4}
 """The values of `Activation` in linear.h."""
 
 

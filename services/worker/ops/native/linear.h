@@ -4,7 +4,7 @@
 #include "threads.h"
 
 enum class Number : int { kSingle = 0, kHalf = 1 };
-enum class Activation : int { kSilu = 0, kGeluTanh = 1, kSwigluOai = 2, kRelu2 = 3 };
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kSwigluOai = 2, kRelu2 = 3, kSiluLimited = 4 };
 // Relu2 squares ups that are not negative, and has no gates.
 inline bool has_gates(Activation kind) { return kind != Activation::kRelu2; }
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.ops.interface import Activation, PackedExperts, Routing
+from services.worker.ops.interface import Activation, PackedExperts, Picks, Routing
 from services.worker.ops.native import library
-from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix, address_of
+from services.worker.ops.native.kernels import ACTIVATIONS, NativeKernels, PackedMatrix, address_of
 from services.worker.ops.quantized import QuantizedStack, WeightStack
+from services.worker.ops.torch_routing import route
 
 if TYPE_CHECKING:
     from services.worker.ops.native.native_ops import NativeOps
@@ -74,6 +75,19 @@ def rule_of(routing: Routing, experts: int) -> library.RouterRule:
         *(experts, routing.chosen, routing.scoring == "sigmoid", routing.renormalised, address_of(routing.bias)),
         *(routing.scale, routing.groups, routing.chosen_groups),
     )
+
+
+def choose_experts(kernels: NativeKernels, logits: Tensor, routing: Routing) -> Picks:
+    """See `Ops.choose_experts`; by PyTorch where the library knows no such router."""
+    if routing.given is not None or routing.scoring == "sqrtsoftplus":
+        return route(logits, routing)
+    logits, (rows, count) = logits.float().contiguous(), logits.shape
+    picks = Picks(torch.empty(rows, routing.chosen), torch.empty(rows, routing.chosen, dtype=torch.int64))
+    kernels.library.baton_route(
+        *(kernels.pool, logits.data_ptr(), rows, ctypes.byref(rule_of(routing, count))),
+        *(picks.chances.data_ptr(), picks.experts.data_ptr()),
+    )
+    return picks
 
 
 def matrices_of(experts: PackedExperts, kind: Activation) -> library.NativeMixture:

@@ -48,7 +48,7 @@ from services.worker.ops.native.kernels import (
     copies_of,
     zeroed,
 )
-from services.worker.ops.native.matrix_stacks import NativeExperts, matrices_of, pack_stack, rule_of, stack_of
+from services.worker.ops.native.matrix_stacks import NativeExperts, choose_experts, matrices_of, pack_stack, stack_of
 from services.worker.ops.native.native_kv import NativeKvCopier
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM, NativeLatents
 from services.worker.ops.native.native_low_rank import NativeLowRank
@@ -302,14 +302,9 @@ class NativeOps:
         return PackedExperts(NativeExperts(stack_of(gate_up), stack_of(down)))
 
     def choose_experts(self, logits: Tensor, routing: Routing) -> Picks:
-        """Of equal experts, and of equal groups, that of the lower number."""
-        logits, (rows, count) = logits.float().contiguous(), logits.shape
-        picks = Picks(torch.empty(rows, routing.chosen), torch.empty(rows, routing.chosen, dtype=torch.int64))
-        self._library.baton_route(
-            *(self._pool, logits.data_ptr(), rows, ctypes.byref(rule_of(routing, count))),
-            *(picks.chances.data_ptr(), picks.experts.data_ptr()),
-        )
-        return picks
+        """Of equal experts, and of equal groups, that of the lower number. By PyTorch where the library knows no such
+        router."""
+        return choose_experts(self.kernels, logits, routing)
 
     def mixture(self, x: Tensor, picks: Picks, experts: PackedExperts, *, kind: Activation) -> Tensor:
         """float32 [n, hidden]; a row's sum goes over its experts by their numbers."""

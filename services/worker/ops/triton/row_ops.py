@@ -123,6 +123,8 @@ def gated_sums(gate, up, KIND: tl.constexpr):
         gate = tl.minimum(gate, 7.0)
         logit = tl.maximum(1.702 * gate, -88.0)
         made = gate / (1.0 + tl.exp(-logit)) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
+    elif KIND == "silu_limited":
+        made = activated(tl.minimum(gate, 10.0), "silu") * tl.minimum(tl.maximum(up, -10.0), 10.0)
     else:
         made = activated(gate, KIND) * up
     return made
@@ -131,7 +133,7 @@ def gated_sums(gate, up, KIND: tl.constexpr):
 @triton.jit
 def gated_of(gate, up, dtype: tl.constexpr, KIND: tl.constexpr):
     """Likewise, float32, where act(gate) is rounded to `dtype` between, as PyTorch does it."""
-    if KIND == "swigluoai":
+    if KIND == "swigluoai" or KIND == "silu_limited":
         made = gated_sums(gate, up, KIND)
     else:
         made = activated(gate, KIND).to(dtype).to(tl.float32) * up

@@ -46,7 +46,7 @@ def test_add_rms_norm_gives_the_sum_and_its_norm(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swigluoai"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swigluoai", "silu_limited"])
 @pytest.mark.parametrize("level", runnable_levels())
 def test_gates_equal_float64(dtype: torch.dtype, kind: Activation, level: Level) -> None:
     ops = native(dtype, level=level)

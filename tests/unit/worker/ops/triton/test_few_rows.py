@@ -34,7 +34,7 @@ def test_products_equal_float64_within_a_rounding(
     torch.testing.assert_close(found.double(), wanted, rtol=1.1 * ROUNDING[dtype], atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swigluoai"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swigluoai", "silu_limited"])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_gates_and_ups_are_activated_where_they_are_multiplied(rows: int, kind: Activation) -> None:
     width, inputs = 70, 200

@@ -67,7 +67,7 @@ def test_a_row_too_long_for_a_program_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swigluoai"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swigluoai", "silu_limited"])
 @pytest.mark.parametrize("width", [24, 1300])
 def test_gates_are_as_pytorchs(width: int, kind: Activation, dtype: torch.dtype) -> None:
     gate_up = _random(2, 2 * width, dtype=dtype) * 4

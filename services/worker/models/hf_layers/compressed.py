@@ -1,0 +1,78 @@
+"""The sizes of attention over compressed keys, and of hyper-connections (DeepSeek-V4). No torch."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+DEEPSEEK_V4 = "DeepseekV4ForCausalLM"
+
+
+class Compression(Struct, frozen=True):
+    """How a layer makes one entry of the tokens of a window, windows following one another."""
+
+    rate: int
+    """Tokens of a window."""
+    sparse: bool
+    """An entry is made of the window before its own, too, and an indexer chooses the entries that are attended to
+    (compressed sparse attention, CSA); else all are (heavily compressed attention, HCA)."""
+
+    @property
+    def span(self) -> int:
+        """Tokens that an entry is made of."""
+        return self.rate * (2 if self.sparse else 1)
+
+
+class CompressedConfig(Struct, frozen=True, kw_only=True):
+    """A token attends to the last ones, and to entries that are made of what lies before. All heads read one key, which
+    is the value, too."""
+
+    q_rank: int
+    rope_dim: int
+    """The last elements of a head, of which neighbours are rotated together."""
+    groups: int
+    """Of heads, each with a matrix of its own behind attention."""
+    output_rank: int
+    """What that gives."""
+    window: int
+    """Tokens that are attended to as they are."""
+    index_heads: int
+    index_dim: int
+    index_chosen: int
+    """Entries that a token attends to in sparse layers."""
+
+    def made_of_row(self, head_dim: int, kind: Compression | None) -> int:
+        """Numbers of a token that entries are made of: keys, then how much they count, of both windows' parts; behind
+        them the same of the indexer's entries."""
+        if kind is None:
+            return 0
+        return 4 * (head_dim + self.index_dim) if kind.sparse else 2 * head_dim
+
+    def entry_dim(self, head_dim: int, kind: Compression) -> int:
+        """Elements of an entry, and of its key of the indexer's."""
+        return head_dim + (self.index_dim if kind.sparse else 0)
+
+    def parameters(self, hidden: int, heads: int, head_dim: int, kind: Compression | None) -> int:
+        """Weights of a layer's matrices."""
+        queries = heads * head_dim
+        grouped = queries * self.output_rank + self.groups * self.output_rank * hidden
+        index = self.index_heads * (hidden + self.q_rank * self.index_dim) if kind is not None and kind.sparse else 0
+        made = hidden * (self.q_rank + head_dim + self.made_of_row(head_dim, kind))
+        return made + self.q_rank * queries + grouped + index
+
+
+class HyperConnections(Struct, frozen=True):
+    """Manifold-constrained hyper-connections (Xie et al., 2026): the residual is several streams."""
+
+    streams: int
+    iterations: int
+    """Of Sinkhorn and Knopp's, which make what mixes the streams nearly doubly stochastic."""
+    eps: float
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that are computed of a row: what a block reads, where its output goes, how streams mix."""
+        return self.streams * (2 + self.streams)
+
+    def parameters(self, hidden: int, layers: int) -> int:
+        """Weights of the matrices of so many layers."""
+        return 2 * layers * self.outputs * self.streams * hidden

@@ -1,0 +1,121 @@
+"""The forward pass of a decoder with several residual streams, whose attention is over compressed keys."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import Tensor
+
+from services.worker.kv.layer_groups import allocate_caches
+from services.worker.models.compressed.attention import CompressedAttention, LayerStep
+from services.worker.models.compressed.cache import CompressedLayout
+from services.worker.models.config import ModelError
+from services.worker.models.decoder import Decoder
+from services.worker.models.hyper_connections.streams import close_streams, open_block
+from services.worker.models.weights import KvCaches, LayerWeights, MixtureMlp
+from services.worker.ops.interface import BatchMeta, Ops
+
+
+class CompressedDecoder(Decoder):
+    """DeepSeek-V4's. Layers pass one by one, by single operations."""
+
+    def _compute_by(self, ops: Ops) -> None:
+        super()._compute_by(ops)
+        self._attention_over = CompressedAttention(self._config, ops, self._share.num_heads)
+
+    @property
+    def capturable(self) -> bool:
+        """Which windows end, and how long contexts are, is asked of the device."""
+        return False
+
+    @cached_property
+    def _layout(self) -> CompressedLayout:
+        return CompressedLayout(self._config, self._ops.block_size)
+
+    @property
+    def parts_of_token(self) -> tuple[int, int]:
+        """See `Decoder.parts_of_token`: a key, and what entries are made of."""
+        return self._layout.key_dim, self._layout.together if self._groups is None else self._layout.apart
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """See `CausalLm.windows`: of the layers that hold entries alone, then of what a layer has of tokens. In stages
+        each layer has all in one block."""
+        if self._pipeline.stages > 1:
+            return (None,) * self._config.num_layers
+        return (None,) * self._layout.holders + (self._layout.window,) * self._config.num_layers
+
+    def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
+        """See `CausalLm.allocate_kv`; in groups those of the layers that hold entries come first."""
+        layers = len(self._weights.layers) + (0 if self._groups is None else self._layout.holders)
+        return allocate_caches(
+            layers, self._groups, lambda: self._ops.latents.allocate(num_blocks, *self.parts_of_token)
+        )
+
+    def use_taps(self, layers: tuple[int, ...]) -> None:
+        """Raises ModelError."""
+        raise ModelError("layers of this model pass several streams on: what goes into a layer is not kept")
+
+    def check_inputs(self, *, of_clients: bool) -> None:
+        """Raises ModelError."""
+        raise ModelError("enable_prompt_embeds: experts are chosen by tokens, which embeddings do not say")
+
+    def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
+        """See `Decoder.forward`."""
+        connections, layers, eps = self._config.connections, self._weights.layers, self._config.norm_eps
+        assert connections is not None, "there are streams"
+        self._rows.begin(len(ids))
+        rows, wanted = self.input_rows(ids), meta.logits_rows
+        streams = rows.view(len(ids), -1, self._config.hidden_size).expand(-1, connections.streams, -1).contiguous()
+        for number in range(len(layers)):
+            last = number == len(layers) - 1 and self._weights.final_norm is not None and features is None
+            streams = self._layer(number, streams, ids, meta, caches, wanted if last else None)
+            if last and not len(wanted):
+                return None
+        if self._weights.final_norm is None or self._weights.streams is None:
+            self._pipeline.send(streams.flatten(1))
+            return None
+        x = close_streams(streams, self._weights.streams, connections, eps)
+        x = self._ops.rms_norm(x, self._weights.final_norm, eps)
+        if features is None:
+            return self.logits(x)
+        features.copy_(x)
+        return self.logits(x.index_select(0, wanted)) if len(wanted) else None
+
+    def _layer(
+        self, number: int, streams: Tensor, ids: Tensor, meta: BatchMeta, caches: KvCaches, wanted: Tensor | None
+    ) -> Tensor:
+        """streams [n, S, hidden] → those behind the layer of this number on this rank; of the rows `wanted`, if given:
+        of none, the cache is filled and what is given means nothing."""
+        layer, config, eps = self._weights.layers[number], self._config.connections, self._config.norm_eps
+        assert layer.streams is not None
+        assert config is not None
+        x, around = open_block(streams, layer.streams[0], config, eps)
+        step = self._step(number, layer, meta, caches)
+        queries = self._attention_over.queries(step, self._normed(x, layer.input_norm))
+        if wanted is not None and not len(wanted):
+            return streams
+        mixed = self._attention_over.attend(step, queries)
+        if wanted is not None and len(wanted) < len(ids):
+            mixed, around, ids = mixed.index_select(0, wanted), around.select(wanted), ids.index_select(0, wanted)
+        streams = around.close(self._rows.summed(self._ops.linear(mixed, layer.output)))
+        x, around = open_block(streams, layer.streams[1], config, eps)
+        assert isinstance(layer.mlp, MixtureMlp), "every layer mixes"
+        return around.close(self._mlp_sum(layer, layer.mlp.of_tokens(ids), self._normed(x, layer.mlp_norm)))
+
+    def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        assert norm is not None, "blocks read normed rows"
+        return self._ops.rms_norm(x, norm, self._config.norm_eps)
+
+    def _step(self, number: int, layer: LayerWeights, meta: BatchMeta, caches: KvCaches) -> LayerStep:
+        layout, groups, index = self._layout, self._groups, number + self._weights.first_layer
+        kind, place = self._config.layers[index].compression, layout.places[index]
+        if groups is None:
+            entries = None if kind is None else layout.entries_of(caches[number][1], kind, meta, None)
+            return LayerStep(layer, kind, layout.rows_of(caches[number], kind, meta), entries)
+        own = layout.holders + number
+        rows = layout.rows_of(caches[own], kind, meta.of_group(groups.group_of[own]))
+        if kind is None or place is None:
+            return LayerStep(layer, None, rows, None)
+        of_holder = meta.of_group(groups.group_of[place.holder])
+        return LayerStep(layer, kind, rows, layout.entries_of(caches[place.holder][1], kind, of_holder, place))

@@ -1,0 +1,65 @@
+"""Manifold-constrained hyper-connections (mHC; Xie et al., 2026): what a block reads of several residual streams, and
+how they go on behind it. In float32, as the reference has it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.worker.models.config import HyperConnections
+from services.worker.models.weights import StreamMixing
+
+
+class OpenBlock(NamedTuple):
+    """Streams around a block that has not given its output yet."""
+
+    streams: Tensor
+    """[n, S, hidden]"""
+    added: Tensor
+    """[n, S]: how much of the output each stream gets."""
+    mixed: Tensor
+    """[n, S, S]: how much of each stream goes to each; its rows and columns add up to nearly 1."""
+
+    def close(self, output: Tensor) -> Tensor:
+        """The block's output [n, hidden] → the streams behind it."""
+        kept = torch.matmul(self.mixed.transpose(1, 2), self.streams)
+        return torch.baddbmm(kept, self.added.unsqueeze(2), output.to(kept.dtype).unsqueeze(1))
+
+    def select(self, rows: Tensor) -> OpenBlock:
+        """The same of some rows."""
+        return OpenBlock(*(each.index_select(0, rows) for each in self))
+
+
+def open_block(
+    streams: Tensor, weights: StreamMixing, config: HyperConnections, norm_eps: float
+) -> tuple[Tensor, OpenBlock]:
+    """streams [n, S, hidden] → the row that the block reads, [n, hidden], and what its output is to be given to."""
+    count = config.streams
+    made = torch.split(_projected(streams, weights, norm_eps), [count, count, count * count], dim=1)
+    bases = torch.split(weights.base, [count, count, count * count])
+    taken, added, mixed = (part * scale + base for part, scale, base in zip(made, weights.scale, bases, strict=True))
+    mixed = mixed.view(-1, count, count).softmax(dim=2) + config.eps
+    mixed = mixed / (mixed.sum(dim=1, keepdim=True) + config.eps)
+    for _ in range(config.iterations - 1):  # Sinkhorn and Knopp's
+        mixed = mixed / (mixed.sum(dim=2, keepdim=True) + config.eps)
+        mixed = mixed / (mixed.sum(dim=1, keepdim=True) + config.eps)
+    read = _joined(streams, taken.sigmoid() + config.eps)
+    dtype = streams.dtype
+    return read, OpenBlock(streams, (2 * added.sigmoid()).to(dtype), mixed.to(dtype))
+
+
+def close_streams(streams: Tensor, weights: StreamMixing, config: HyperConnections, norm_eps: float) -> Tensor:
+    """streams [n, S, hidden] behind the last layer → the rows that the last norm reads, [n, hidden]."""
+    made = _projected(streams, weights, norm_eps)
+    return _joined(streams, (made * weights.scale + weights.base).sigmoid() + config.eps)
+
+
+def _projected(streams: Tensor, weights: StreamMixing, norm_eps: float) -> Tensor:
+    flat = streams.flatten(1).float()
+    return torch.matmul(flat * torch.rsqrt(flat.square().mean(1, keepdim=True) + norm_eps), weights.matrix.T)
+
+
+def _joined(streams: Tensor, shares: Tensor) -> Tensor:
+    return torch.matmul(shares.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)

@@ -1,0 +1,184 @@
+"""DeepSeek-V4, whose attention is over compressed keys and whose residual is several streams, beyond what is tested of
+every family: its kinds of layers, its names, what its blocks hold, groups, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from torch import Tensor
+
+from services.scheduler.core.limits import EngineLimits
+from services.worker.models.config import ModelError
+from services.worker.models.lora.slots import LoraSettings
+from services.worker.ops.interface import OpsName
+from services.worker.speculation.settings import SpeculationSettings
+from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
+from tests.support.worker.library_situations import prompt
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, rank_processes
+from tests.support.worker.recorded_logits import assert_logits_agree, record_logits
+from tests.support.worker.tiny_backend import tiny_backend
+
+SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(75)]
+OUTPUT = 5
+LIMITS = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=40, max_running=4, speculation="fixed")
+LENGTHS = (1, 3, 23, 33, 64, 100, 150)
+"""Of prompts; windows have 12 tokens, entries are made of 4 or 32, blocks have 16."""
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    return record_logits(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_model("deepseek-v4", tmp_path_factory.mktemp("v4"))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with rank_processes(2, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+def agrees(model: TinyModel, recorded: list[Tensor], tokens: list[int] = PROMPT, **settings: Any) -> None:
+    """Logits of a prompt in chunks and of what follows it are the reference's."""
+    backend = tiny_backend(model.path, dtype="float32", **settings)
+    assert_logits_agree(backend, model, tokens, OUTPUT, recorded, budget=22)
+
+
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_logits_are_the_reference_s(model: TinyModel, recorded: list[Tensor], ops: OpsName) -> None:
+    agrees(model, recorded, ops=ops)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize(
+    ("changes", "block_size"),
+    [
+        ({"layer_types": [SLIDING] * 4, "mlp_layer_types": ["moe"] * 4}, 16),
+        ({"layer_types": [HEAVY] * 4, "mlp_layer_types": ["hash_moe"] * 4}, 64),
+        ({"layer_types": [SPARSE] * 4, "index_topk": 64}, 32),
+        ({"layer_types": [SPARSE, HEAVY] * 2, "scoring_func": "sigmoid"}, 32),
+        ({"hc_mult": 2, "hc_sinkhorn_iters": 3}, 16),
+        ({"rope_parameters": None, "initializer_range": 0.6}, 16),
+    ],
+    ids=["windows", "heavily compressed", "all entries", "no windows alone", "two streams", "limited activations"],
+)
+def test_kinds_of_layers_are_as_the_reference_has_them(
+    tmp_path: Path, recorded: list[Tensor], changes: dict[str, Any], block_size: int
+) -> None:
+    agrees(make_model("deepseek-v4", tmp_path, **changes), recorded, ops="native", block_size=block_size)
+
+
+@pytest.mark.extras
+def test_windows_of_the_published_sizes_end_at_the_same_tokens(tmp_path: Path, recorded: list[Tensor]) -> None:
+    rates = {SPARSE: 4, HEAVY: 128}
+    long = make_model("deepseek-v4", tmp_path, compress_rates=rates, max_position_embeddings=512)
+    agrees(long, recorded, prompt(300), ops="native", kv_memory_bytes=16 << 20)
+
+
+def test_a_part_of_the_entries_is_what_is_attended_to(tmp_path: Path, model: TinyModel) -> None:
+    every = make_model("deepseek-v4", tmp_path, index_topk=256)
+    difference = (model.logits(PROMPT) - every.logits(PROMPT)).abs().amax(dim=1)
+    assert difference[:16].max() < 1e-4
+    assert difference[-1] > 0.1, "a model that attends to everything would agree, too"
+
+
+def test_names_of_the_library_are_read_too(tmp_path: Path, model: TinyModel, recorded: list[Tensor]) -> None:
+    model.reference.save_pretrained(tmp_path, save_original_format=False)
+    agrees(TinyModel("deepseek-v4", tmp_path, model.reference), recorded, ops="native")
+
+
+@pytest.mark.features("speculative", "chunked prefill", "preemption")
+def test_drafts_chunks_and_preemption_change_no_text(model: TinyModel) -> None:
+    ngram = SpeculationSettings(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
+    driver = Driver(tiny_backend(model.path, dtype="float32", ops="native", speculation=ngram), budget=17, speculate=3)
+    prompts = [[5, 60, 17, 33, 90, 8, 44] * 5, [9], PROMPT]
+    sequences = [driver.add(tokens, 12) for tokens in prompts]
+    while len(sequences[2].output) < 5:
+        driver.step()
+    driver.preempt(sequences[2])
+    driver.run()
+    assert [sequence.output for sequence in sequences] == [model.greedy(tokens, 12) for tokens in prompts]
+    assert driver.drafted > 0
+
+
+@pytest.mark.features("hybrid KV cache", "prefix cache", "chunked prefill", "speculative")
+def test_what_is_behind_windows_is_freed_and_entries_are_kept(ranks: RankProcesses, model: TinyModel) -> None:
+    engine = ranks.serve(model.path, ops="native", limits=LIMITS, drafts=2, hybrid="on")
+    assert [group.window for group in engine.serving[0].kv_groups] == [None, 32, 32, 32, 32]
+    says_what_the_reference_says(engine, model, LENGTHS)
+
+
+@pytest.mark.extras
+@pytest.mark.features("hybrid KV cache", "tensor parallel", "pipeline parallel", "prefix cache")
+@pytest.mark.parametrize(("tp", "stages"), [(2, 1), (1, 2)])
+def test_ranks_and_stages_say_the_same(ranks: RankProcesses, model: TinyModel, tp: int, stages: int) -> None:
+    """In stages all layers have one block table."""
+    engine = ranks.serve(model.path, tp=tp, stages=stages, ops="native", limits=LIMITS, hybrid="auto")
+    assert bool(engine.serving[0].kv_groups) == (stages == 1)
+    says_what_the_reference_says(engine, model, LENGTHS)
+
+
+@pytest.mark.extras
+@pytest.mark.features("hybrid KV cache", "preemption")
+def test_who_is_preempted_goes_on_where_it_was(ranks: RankProcesses, model: TinyModel) -> None:
+    """There is room for one sequence: 11 blocks of entries, and for each of the four layers the 7 that its window spans
+    together with the 64 tokens of a step."""
+    blocks = ranks.serve(model.path, ops="native", limits=LIMITS, hybrid="on").serving[0].block_bytes
+    engine = ranks.serve(model.path, ops="native", limits=LIMITS, kv_memory=blocks * (1 + 11 + 7 * 4), hybrid="on")
+    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS[:4])]
+    requests = [engine.ask(tokens, 60) for tokens in prompts]
+    engine.run()
+    assert [request.tokens for request in requests] == right(model, prompts, [request.tokens for request in requests])
+    assert engine.preemptions
+
+
+def says_what_the_reference_says(engine: EngineOfRanks, model: TinyModel, lengths: tuple[int, ...]) -> None:
+    """Prompts in one batch, then the same again, by what is cached of them."""
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
+    for cached in ([0] * len(lengths), [(length - 1) // 16 * 16 for length in lengths]):
+        requests = [engine.ask(tokens, 24) for tokens in prompts]
+        engine.run()
+        said = [request.tokens for request in requests]
+        assert said == right(model, prompts, said)
+        assert [request.cached for request in requests] == cached
+
+
+def right(model: TinyModel, prompts: list[list[int]], said: list[list[int]]) -> list[list[int]]:
+    """What the library would say after each prompt and each beginning of what was said: in one pass, it is quick."""
+    passes = (
+        model.logits(tokens + answer[:-1])[len(tokens) - 1 :] for tokens, answer in zip(prompts, said, strict=True)
+    )
+    return [logits.argmax(-1).tolist() for logits in passes]
+
+
+@pytest.mark.refuses("compressed keys (DeepSeek-V4)", "--kv-cache-dtype fp8", "--model-impl transformers")
+def test_what_does_not_combine_is_refused_at_start(model: TinyModel, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="kv_cache_dtype fp8: compressed keys are kept in the model's dtype"):
+        tiny_backend(model.path, kv_cache_dtype="fp8")
+    with pytest.raises(ModelError, match="layer_types 'compressed_sparse_attention' is not supported"):
+        tiny_backend(model.path, model_impl="transformers")
+    with pytest.raises(ModelError, match="lora: a model with compressed keys"):
+        tiny_backend(model.path, loras=LoraSettings((("a", tmp_path),), 1, 8, False))
+    with pytest.raises(ModelError, match="enable_prompt_embeds: experts are chosen by tokens"):
+        tiny_backend(model.path, prompt_embeds=True)
+    medusa = SpeculationSettings(method="medusa", num_speculative_tokens=2, model=str(tmp_path))
+    with pytest.raises(ModelError, match="speculative method medusa: DeepseekV4ForCausalLM takes drafts by ngram"):
+        tiny_backend(model.path, speculation=medusa)
+    described = msgspec.json.decode((model.path / "config.json").read_bytes())
+    coded = described | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(coded))
+    with pytest.raises(ModelError, match="quantization_config fp8: DeepseekV4ForCausalLM is read in float types alone"):
+        tiny_backend(tmp_path)
+    rates = {SPARSE: 4, HEAVY: 24}
+    odd = make_model("deepseek-v4", tmp_path, compress_rates=rates)
+    with pytest.raises(ModelError, match="block_size 16 neither divides nor is divided by compress_rates 24"):
+        tiny_backend(odd.path)
