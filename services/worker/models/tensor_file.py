@@ -41,6 +41,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,  # exponents of two plus 127, as others write them
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,

@@ -9,13 +9,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.scheduler.core.limits import EngineLimits
+from services.worker.models.compressed.names import library_name
 from services.worker.models.config import ModelError
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
+from tests.support.models.quantised_files import blocks, fp8, mx
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.library_situations import prompt
 from tests.support.worker.plan_driver import Driver
@@ -96,6 +100,63 @@ def test_names_of_the_library_are_read_too(tmp_path: Path, model: TinyModel, rec
     agrees(TinyModel("deepseek-v4", tmp_path, model.reference), recorded, ops="native")
 
 
+@pytest.mark.extras
+@pytest.mark.parametrize("experts", ["fp8", "fp4"])
+def test_published_codes_are_read(tmp_path: Path, recorded: list[Tensor], experts: str) -> None:
+    """Matrices in FP8 with scales of blocks, experts in FP4 with those of 32 inputs; scales are powers of two. What
+    makes entries, and weighs the indexer's heads, are numbers."""
+    plain = make_model("deepseek-v4", tmp_path, hidden_size=64, intermediate_size=64)
+    agrees(TinyModel("deepseek-v4", tmp_path, published_codes(plain, experts)), recorded, ops="native")
+
+
+LEFT_ALONE = ("embed_tokens", "head", "gate", "compressor.wkv", "compressor.wgate", "weights_proj", "norm")
+
+
+def published_codes(model: TinyModel, experts: str) -> Any:
+    """Writes the model as DeepSeek publishes it; what the library makes of the numbers that its codes stand for."""
+    file = model.path / "model.safetensors"
+    written: dict[str, Tensor] = {}
+    numbers: dict[str, Tensor] = {}
+    for name, weight in load_file(file).items():
+        module = name.removesuffix(".weight")
+        if weight.ndim != 2 or module == name or module.endswith(LEFT_ALONE):
+            written[name] = weight
+        elif experts == "fp4" and ".ffn.experts." in name:
+            codes, numbers[name] = mx(weight, name="weight")
+            written |= {name: codes["weight"].view(torch.int8), f"{module}.scale": exponents(codes["weight_scale"])}
+        else:
+            codes, numbers[name] = fp8(weight, blocks(weight, 32).log2().ceil().exp2(), block=32)
+            scales = codes["weight_scale"].to(torch.float8_e8m0fnu)
+            written |= {name: codes["weight"], f"{module}.scale": scales}
+    save_file(written, file)
+    state = model.reference.state_dict()
+    for name, each in numbers.items():
+        put_numbers(state, library_name(name), each)
+    quantization = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}
+    described = msgspec.json.decode((model.path / "config.json").read_bytes()) | {"expert_dtype": experts}
+    described["quantization_config"] = quantization
+    (model.path / "config.json").write_bytes(msgspec.json.encode(described))
+    return model.reference
+
+
+def exponents(scales: Tensor) -> Tensor:
+    return scales.view(torch.float8_e8m0fnu)
+
+
+def put_numbers(state: dict[str, Tensor], name: str, numbers: Tensor) -> None:
+    """In the place of the weight `name`, or of the part that is it of all experts."""
+    block, experts, part = name.partition(".experts.")
+    if not experts:
+        state[name].copy_(numbers)
+        return
+    number, module, _ = part.split(".")
+    if module == "down_proj":
+        state[f"{block}.experts.down_proj"][int(number)].copy_(numbers)
+        return
+    gates, ups = state[f"{block}.experts.gate_up_proj"][int(number)].chunk(2)
+    (gates if module == "gate_proj" else ups).copy_(numbers)
+
+
 @pytest.mark.features("speculative", "chunked prefill", "preemption")
 def test_drafts_chunks_and_preemption_change_no_text(model: TinyModel) -> None:
     ngram = SpeculationSettings(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
@@ -174,9 +235,8 @@ def test_what_does_not_combine_is_refused_at_start(model: TinyModel, tmp_path: P
     with pytest.raises(ModelError, match="speculative method medusa: DeepseekV4ForCausalLM takes drafts by ngram"):
         tiny_backend(model.path, speculation=medusa)
     described = msgspec.json.decode((model.path / "config.json").read_bytes())
-    coded = described | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    (tmp_path / "config.json").write_bytes(msgspec.json.encode(coded))
-    with pytest.raises(ModelError, match="quantization_config fp8: DeepseekV4ForCausalLM is read in float types alone"):
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(described | {"quantization_config": {"bits": 4}}))
+    with pytest.raises(ModelError, match="quantization_config compressed-tensors: DeepseekV4ForCausalLM is read in"):
         tiny_backend(tmp_path)
     rates = {SPARSE: 4, HEAVY: 24}
     odd = make_model("deepseek-v4", tmp_path, compress_rates=rates)

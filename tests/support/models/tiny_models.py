@@ -92,7 +92,6 @@ _COMPRESSED: dict[str, Any] = {
     "index_topk": 4,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 16,
     "rope_parameters": _YARN,
     "pad_token_id": None,
 }

@@ -15,8 +15,8 @@ def check_compressed(
     keys and cannot be loaded so."""
     if config.compressed is None:
         return
-    if method is not None:
-        raise ModelError(f"quantization_config {method.name}: {config.architecture} is read in float types alone")
+    if method is not None and method.name != "fp8":
+        raise ModelError(f"quantization_config {method.name}: {config.architecture} is read in float types, and in fp8")
     if settings.kv_cache_dtype != "auto":
         raise ModelError(f"kv_cache_dtype {settings.kv_cache_dtype}: compressed keys are kept in the model's dtype")
     if settings.attention == "flash-attn":

@@ -144,6 +144,8 @@ class _RawQuantization(Struct, kw_only=True):
     checkpoint_format: str = "gptq"
     version: str = "gemm"
     load_in_8bit: bool = False
+    expert_dtype: str | None = None
+    """Of fp8, where experts are other codes."""
     quant_algo: str | None = None
     quantization: _ModelOptQuantization | None = None
     """In hf_quant_config.json `quant_algo` lies here."""
@@ -162,6 +164,8 @@ class _RawPart(Struct, kw_only=True):
 class _RawQuantizedConfig(_RawPart, kw_only=True):
     text_config: _RawPart | None = None
     """Some say it there, of a model of images or sounds."""
+    expert_dtype: str | None = None
+    """DeepSeek-V4 says that beside `quantization_config`."""
 
 
 class QuantizationMethod(Struct, frozen=True):
@@ -196,6 +200,8 @@ def read_method(model_dir: Path) -> QuantizationMethod | None:
     if raw is None and own_file.is_file():
         raw, said = _read(own_file, _RawQuantization), str(own_file)
         raw.quant_method = "modelopt"
+    if raw is not None and raw.expert_dtype is None:
+        raw.expert_dtype = whole.expert_dtype
     try:
         return None if raw is None else _method(raw)
     except ModelError as error:
@@ -235,7 +241,12 @@ def _method(raw: _RawQuantization) -> QuantizationMethod:
             return QuantizationMethod("awq", group_size=_group_size(raw.group_size))
         case "fp8":
             block = raw.weight_block_size
-            return QuantizationMethod("fp8", block=None if block is None else (block[0], block[1]), activations="fp8")
+            return QuantizationMethod(
+                "fp8",
+                block=None if block is None else (block[0], block[1]),
+                activations="fp8",
+                growth=_growth(raw.expert_dtype == "fp4"),
+            )
         case "fbgemm_fp8":
             return QuantizationMethod("fbgemm_fp8", activations="fp8")
         case "auto-round" | "auto_round" | "intel/auto-round":

@@ -20,7 +20,7 @@ scaled numbers.
 hqq: `W_q` uint8 of [out * in / size, size] codes, or of four bits of [out * in / size / 2, size], the first half of the
 rows in the high bits, with `scale` and `zero` [out * in / size, 1], the latter in codes; or all of these transposed.
 fp8, fbgemm_fp8: `weight` float8_e4m3fn with `weight_scale` [] or [out, 1], or `weight_scale_inv` [out / block,
-in / block].
+in / block], numbers or uint8 exponents; or e2m1 as int8 [out, in / 2] with `weight_scale_inv` exponents [out, in / 32].
 bitsandbytes: `weight` int8 with `SCB` [out], the greatest of each output. Of four bits `weight` uint8
 [out * in / 2, 1] (or these bytes in another type), the first of two elements in the high bits, whose numbers are in
 `weight.quant_map` [16], times the greatest of its block of elements in `weight.absmax`: float32, or uint8 whose numbers
@@ -136,12 +136,12 @@ def _compressed(module: Module, method: QuantizationMethod) -> ReadWeight | None
     return _with_offsets(module, read) if module.has("weight_offset") else read
 
 
-def _e2m1(module: Module, suffix: str, packed: Tensor) -> ReadWeight:
-    """Twice a number of four bits is a whole one. A tensor may have one scale for all besides."""
+def _e2m1(module: Module, suffix: str, packed: Tensor, scale: str = "weight_scale") -> ReadWeight:
+    """Twice a number of four bits is a whole one. A tensor may have one scale for all besides. `scale`: of groups."""
     _refuse_zero_points(module)
     out, inputs = module.shape
     codes = module.checked(suffix, unpack_e2m1(packed), (out, inputs))
-    scales = _as_numbers(module.read("weight_scale")).view(out, -1) / 2
+    scales = _as_numbers(module.read(scale)).view(out, -1) / 2
     if module.has("weight_global_scale"):
         scales = scales / module.read("weight_global_scale").float().view(())
     elif module.has("weight_scale_2"):
@@ -307,8 +307,9 @@ def _bytes(module: Module, suffix: str, method: QuantizationMethod) -> ReadWeigh
     if module.has("pre_quant_scale"):
         raise ModelError(f"tensor {module.name}.pre_quant_scale: {_SCALED_INPUTS}")
     weight = module.read("weight")
-    if weight.dtype == torch.uint8:
-        return _e2m1(module, "weight", weight)
+    two_in_a_byte = tuple(weight.shape) == (module.shape[0], module.shape[1] // 2)
+    if weight.dtype == torch.uint8 or (weight.dtype == torch.int8 and two_in_a_byte):
+        return _e2m1(module, "weight", weight.view(torch.uint8), suffix)
     _refuse_zero_points(module)
     return _scaled_bytes(module, "weight", weight, _as_numbers(module.read(suffix)), method)
 
