@@ -258,6 +258,8 @@ def test_every_family_in_every_shape(
 ) -> None:
     if family == "glm-5" and (stages == 3 or layers):
         pytest.skip("a stage would begin with a layer that takes the choice of the one before it, which is refused")
+    if family == "deepseek-v4" and (tp == 4 or layers):
+        pytest.skip("it has two groups of heads, and four layers")
     model = models(family)
     limits = EngineLimits(run_ahead=run_ahead, plan_late=False, max_batch_tokens=48, max_running=4)
     engine = ranks.serve(model.path, tp=tp, stages=stages, layers=layers, ops="auto", limits=limits)
