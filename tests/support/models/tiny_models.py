@@ -370,6 +370,8 @@ def make_config(family: str, **changes: Any) -> PretrainedConfig:
     chosen = {**_SHAPE, **own, **changes}
     if "kv_lora_rank" in own:
         chosen["num_key_value_heads"] = chosen["num_attention_heads"]  # each has keys and values, made of the latent
+    if "o_groups" in own:
+        chosen["num_key_value_heads"] = 1  # which all heads read
     config: PretrainedConfig = getattr(transformers, kind)(**chosen)
     return config
 
