@@ -36,12 +36,7 @@ def load_tokenizer(folder: Path) -> TokenizerFiles:
     """Reads the tokenizer of a model directory. Raises TokenizerUnusable."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        pieces = ", ".join(sorted(file.name for file in folder.glob("*.model")))
-        raise TokenizerUnusable(
-            f"{folder}: no tokenizer.json there{pieces and f', only {pieces}'}; write one with transformers and "
-            f"sentencepiece (AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained('NEW')) and name it: "
-            "--tokenizer NEW"
-        )
+        raise TokenizerUnusable(_missing(folder))
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for whatever it cannot read
@@ -53,6 +48,20 @@ def load_tokenizer(folder: Path) -> TokenizerFiles:
     _add_missing(tokenizer, settings, declared)
     named = {name: _content(declared[name]) for name in NAMED_SPECIAL_TOKENS if declared.get(name) is not None}
     return TokenizerFiles(folder, tokenizer, settings, named, _vocab_size(folder, tokenizer))
+
+
+def _missing(folder: Path) -> str:
+    """What to do without a tokenizer.json: a tokenizer that is code of the model's own is not run."""
+    files = (*folder.glob("*.model"), *folder.glob("*.tiktoken"))
+    pieces = ", ".join(sorted(file.name for file in files))
+    auto = read_json(folder / "tokenizer_config.json").get("auto_map")
+    own = isinstance(auto, dict) and "AutoTokenizer" in auto
+    read = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained('NEW')"
+    return (
+        f"{folder}: no tokenizer.json there{pieces and f', only {pieces}'}"
+        f"{', and code of its own, which is not run' if own else ''}; write one with transformers and sentencepiece "
+        f"({read}){', or bring that of a release with the same ids,' if own else ''} and name it: --tokenizer NEW"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -191,6 +191,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What attention and MLP give joins the normed rows that they read (MiniMax), and not these before their norm."""
     norms_all_heads: bool = False
     """Queries, and keys, are RMS-normed over all heads together before rotation (Olmo 2 and later)."""
+    alibi: bool = False
+    """A score falls with the distance, by a slope of each head's (arXiv:2108.12409)."""
+    normed_head: bool = False
+    """Rows of the head are taken with length 1 (Baichuan 2)."""
+    down_bias: bool = False
+    """What MLPs give has a bias, whatever `mlp_bias` says of all their products (TeleChat2)."""
     multipliers: Multipliers | None = None
     shared: SharedBlocks | None = None
     compressed: CompressedConfig | None = None

@@ -417,6 +417,7 @@ class Decoder:
             window=layer.window,
             softcap=self._config.attention_softcap,
             sinks=layer.sinks,
+            alibi_slopes=layer.slopes,
         )
 
     def _mlp(self, layer: LayerWeights, x: Tensor, residual: Tensor, following_norm: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,9 @@ from services.worker.models.hf_layers.llava import language_model
 from services.worker.models.hf_layers.mixture import MixtureLayers, read_mixture
 from services.worker.models.hf_layers.multi_axis import LANGUAGE_MODELS as MULTI_AXIS
 from services.worker.models.hf_layers.multi_axis import multi_axis_language_model
+from services.worker.models.hf_layers.tied_heads import HEADLESS
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
+from services.worker.models.published.configs import PUBLISHED, published_config
 from services.worker.models.states.reading.readers import STATE_READERS
 from services.worker.models.weight_files import has_head_tensor
 from services.worker.ops.interface import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
@@ -104,36 +106,6 @@ _FAMILIES = {
     "Glm4vForCausalLM": _Family(qkv_bias=True, output_bias=False, eps=1e-5, post_norms=True, part_rotates="pairs"),
     "Glm4vMoeForCausalLM": _Family(output_bias=False, eps=1e-5, attention_bias=True, part_rotates="halves"),
 }
-
-_BASES = {
-    "LlamaModel": "LlamaForCausalLM",
-    "MistralModel": "MistralForCausalLM",
-    "Qwen2Model": "Qwen2ForCausalLM",
-    "Qwen3Model": "Qwen3ForCausalLM",
-    "Gemma2Model": "Gemma2ForCausalLM",
-    "Gemma3TextModel": "Gemma3ForCausalLM",
-    "DeepseekV2Model": "DeepseekV2ForCausalLM",
-    "DeepseekV3Model": "DeepseekV3ForCausalLM",
-    "DeepseekV32Model": "DeepseekV32ForCausalLM",
-    "GlmMoeDsaModel": "GlmMoeDsaForCausalLM",
-    "Qwen2ForProcessRewardModel": "Qwen2ForCausalLM",
-    "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
-    **{
-        f"{family}ForSequenceClassification": f"{family}ForCausalLM"
-        for family in (
-            *("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe", "Gemma2"),
-            *("DeepseekV2", "DeepseekV3"),
-        )
-    },
-    **{
-        f"{family}ForTokenClassification": f"{family}ForCausalLM"
-        for family in (
-            *("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe", "Gemma2", "GptOss"),
-            "DeepseekV3",
-        )
-    },
-}
-"""Architectures without a language model head."""
 
 _NO_WINDOW = ("LlamaForCausalLM", *LATENT_ARCHITECTURES)
 _NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", *LATENT_ARCHITECTURES)
@@ -225,9 +197,12 @@ def read_model_config(model_dir: Path, *, quantized: bool = False, described: by
     other = next((each for each in outline.architectures if each in _READERS), None)
     if other is not None:
         return _read_by_its_own(path, other, described)
+    published = next((each for each in outline.architectures if each in PUBLISHED), None)
+    if published is not None:
+        return _published_config(path, published, described)
     raw = _decode(path, _RawConfig, described)
     headless = not any(each in _FAMILIES for each in raw.architectures)
-    raw.architectures = [_BASES.get(each, each) for each in raw.architectures]
+    raw.architectures = [HEADLESS.get(each, each) for each in raw.architectures]
     if headless:
         raw.tie_word_embeddings = True  # what is never asked for its logits needs no further table
     eos = stop_tokens(model_dir, raw.eos_token_id)
@@ -263,6 +238,15 @@ def _read_by_its_own(path: Path, architecture: str, described: bytes | None) -> 
         raise ModelError(f"{path}: {error}") from None
 
 
+def _published_config(path: Path, architecture: str, described: bytes | None) -> ModelConfig:
+    try:
+        base, changes = published_config(_decode(path, dict[str, Any], described), architecture)
+    except (ModelError, msgspec.MsgspecError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    config = read_model_config(path.parent, described=msgspec.json.encode(base))
+    return msgspec.structs.replace(config, architecture=architecture, **changes)
+
+
 def _decode(path: Path, kind: type[_T], text: bytes | None = None) -> _T:
     try:
         return msgspec.json.decode(plain_json(path.read_bytes() if text is None else text), type=kind, strict=True)
@@ -283,8 +267,9 @@ def is_native(model_dir: Path) -> bool:
     """Whether the model is of an architecture that is read here, as a decoder. Raises ModelError where there is no
     configuration, or one with numbers that no model has."""
     raw = _outline(model_dir / "config.json")
-    known = (*_FAMILIES, *_BASES, *_READERS, *_NESTING)
-    if raw.use_bidirectional_attention or raw.model_type in _OTHER_TENSORS:
+    known = (*_FAMILIES, *HEADLESS, *_READERS, *PUBLISHED, *_NESTING)
+    other = raw.model_type in _OTHER_TENSORS and not any(each in PUBLISHED for each in raw.architectures)
+    if raw.use_bidirectional_attention or other:
         return False
     return any(each in known for each in raw.architectures)
 
@@ -296,7 +281,7 @@ def architectures_of(model_dir: Path) -> list[str]:
 
 def has_head(model_dir: Path) -> bool:
     """Whether a model that is read here has a language model head. Raises ModelError."""
-    known = (*_FAMILIES, *_READERS, *_NESTING)
+    known = (*_FAMILIES, *_READERS, *PUBLISHED, *_NESTING)
     return any(each in known for each in architectures_of(model_dir))
 
 

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from services.worker.models.checkpoint import TensorSource, read_exactly
 from services.worker.models.compressed.loading import CompressedLoader
 from services.worker.models.config import CompressedConfig, LatentConfig, LayerConfig, Mixture, ModelConfig
 from services.worker.models.expert_parallel.expert_load import empty_counts
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
+from services.worker.models.heads.loading import read_heads
+from services.worker.models.heads.rows import alibi_slopes
 from services.worker.models.hf_layers.tensor_names import GRANITE, tensor_names
 from services.worker.models.latent.loading import LatentLoader
 from services.worker.models.mixture.loading import read_experts, read_experts_of_tokens
@@ -20,7 +23,6 @@ from services.worker.models.quantization.matrices import (
     MatrixLoader,
     joined,
     padded,
-    permuted,
 )
 from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
@@ -168,7 +170,9 @@ class _Loader:
         return self._embedding(table, head if self._config.tied_embeddings else None), head
 
     def _head(self, table: Matrix | None) -> PackedLinear:
-        words = table if self._config.tied_embeddings and table is not None else self._words("lm_head")
+        words = table if self._config.tied_embeddings and table is not None else self._words(self._names.head)
+        if self._config.normed_head:
+            words = normalize(self._matrices.numbers(words))
         return self._matrices.pack(words, None, self._matrices.quantization and "int8")
 
     def _embedding(self, table: Matrix, head: PackedLinear | None) -> EmbeddingTable:
@@ -221,6 +225,7 @@ class _Loader:
             gate=mixer.gate,
             split_norm=mixer.split_norm,
             sinks=mixer.sinks,
+            slopes=mixer.slopes,
             beside=layer.beside,
             row_norms=mixer.row_norms,
             scales=self._on_device(mixer_scales(config, self._share, has_state=layer.has_state)),
@@ -244,7 +249,9 @@ class _Loader:
         latent = None if config.latent is None else self._latent(config.latent, name, index)
         value_dim = dim if config.latent is None else config.latent.value_dim
         return LayerMixer(
-            inputs=self._qkv(name) if latent is None else latent.inputs(),
+            inputs=latent.inputs()
+            if latent is not None
+            else read_heads(*(self._matrices, self._checkpoint, config, self._share, name), self.attention_inputs),
             q_norm=self._norm(f"{name}.{names.query_norm}.weight", dim) if config.qk_norm else None,
             k_norm=self._norm(f"{name}.{names.key_norm}.weight", dim) if config.qk_norm else None,
             output=self._row_parallel(
@@ -256,6 +263,7 @@ class _Loader:
             cos_sin=self._table(layer.rope),
             latent=None if latent is None else latent.weights(),
             sinks=self._sinks(f"{name}.sinks") if config.attention_sinks else None,
+            slopes=alibi_slopes(config.num_heads)[slice(*self._share.heads)].to(self._device) if config.alibi else None,
             row_norms=self._row_norms(name) if config.norms_all_heads else None,
         )
 
@@ -307,34 +315,6 @@ class _Loader:
         how = (self._matrices, self._ops, self._device, self._config, latent)
         return LatentLoader(*how, self._share.heads, name, index)
 
-    def _qkv(self, name: str) -> PackedLinear:
-        config, dim = self._config, self._config.head_dim
-        sizes = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
-        heads, kv = _columns_of_heads(self._share.heads, dim), _columns_of_heads(self._share.kv_heads, dim)
-        parts = [(f"{name}.{part}_proj", sizes[part], heads if part == "q" else kv) for part in sizes]
-        if config.reorders_heads:
-            return self._partly_rotated(parts)
-        return self._column_parallel(parts, config.qkv_bias, self.attention_inputs)
-
-    def _partly_rotated(self, parts: list[tuple[str, int, tuple[int, int]]]) -> PackedLinear:
-        """Queries and keys have their elements in the order in which whole heads are rotated: what is rotated is the
-        first half of either half. Scores are sums over elements, whatever their order."""
-        hidden, dim = self._config.hidden_size, self._config.head_dim
-        order = partly_rotated(dim, self._config.rotated_dim, pairs=self._config.rotary_pairs)
-        matrices, biases = [], []
-        for number, (name, size, rows) in enumerate(parts):
-            matrix = self._matrices.read(name, (size, hidden), rows=rows)
-            bias = self._checkpoint.read(f"{name}.bias", (size,), rows=rows) if self._config.qkv_bias else None
-            if number < 2:
-                count = rows[1] - rows[0]
-                outputs = (torch.arange(0, count, dim).unsqueeze(1) + order).flatten()
-                matrix = permuted(matrix, outputs)
-                bias = None if bias is None else bias[outputs.to(bias.device)]
-            matrices.append(matrix)
-            biases.append(bias)
-        whole = [bias for bias in biases if bias is not None]
-        return self._matrices.pack_linear(self._matrices.join(matrices), joined(whole) if whole else None)
-
     def _mlp_block(self, layer: str) -> str:
         """What the names of a layer's MLP, or of its mixture, begin with."""
         names, own = self._names, f"{layer}.{self._names.mlp}"
@@ -350,7 +330,7 @@ class _Loader:
     def _columns_of(self, name: str, size: int, columns: tuple[int, int], bias: bool) -> DenseMlp:
         """This rank's columns of an MLP of `size`."""
         names = self._names
-        down = self._row_parallel(f"{name}.{names.down}", size, columns, bias)
+        down = self._row_parallel(f"{name}.{names.down}", size, columns, bias or self._config.down_bias)
         if names.gate_and_up is not None:
             return DenseMlp(self._gates_and_ups(f"{name}.{names.gate_and_up}", size, columns), down)
         parts = [(f"{name}.{part}", size, columns) for part in names.ups]

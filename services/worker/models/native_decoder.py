@@ -398,6 +398,7 @@ def _layer(
         down=_linear(down),
         window=layer.window or 0,
         sinks=address_of(layer.sinks),
+        slopes=address_of(layer.slopes),
         mixture=None if mixture is None else ctypes.pointer(mixture),
         states=None if states is None else ctypes.pointer(states),
         latent=None if latent is None else ctypes.pointer(latent),

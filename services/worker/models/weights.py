@@ -213,6 +213,7 @@ class LayerMixer(NamedTuple):
     gate: PackedLinear | None = None
     split_norm: Tensor | None = None
     sinks: Tensor | None = None
+    slopes: Tensor | None = None
     row_norms: tuple[Tensor, Tensor] | None = None
     compressed: CompressedWeights | None = None
     streams: tuple[StreamMixing, StreamMixing] | None = None
@@ -255,6 +256,8 @@ class LayerWeights:
     any."""
     sinks: Tensor | None = None
     """float32 [H]: see `Ops.paged_attention`."""
+    slopes: Tensor | None = None
+    """float32 [H]: its `alibi_slopes`."""
     beside: bool = False
     """See `LayerConfig`."""
     row_norms: tuple[Tensor, Tensor] | None = None

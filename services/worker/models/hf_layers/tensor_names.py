@@ -30,6 +30,10 @@ class TensorNames(NamedTuple):
     """That with states."""
     mixer_output: str = "out_proj"
     attention: str = "self_attn"
+    qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
+    """The modules that queries, keys and values are made by; those of one name lie in one, in this order."""
+    qkv_by_group: bool = False
+    """What lies in one module lies there for each key/value head, with its queries, one behind the other."""
     attention_output: str = "o_proj"
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
@@ -45,7 +49,76 @@ class TensorNames(NamedTuple):
     """Within that: what is added to experts' scores where they are chosen."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Norms of layers, and what some checkpoints call them."""
+    head: str = "lm_head"
 
+
+PUBLISHED_NAMES = {
+    "InternLM2ForCausalLM": TensorNames(
+        embedding="model.tok_embeddings",
+        input_norm="attention_norm",
+        mlp_norm="ffn_norm",
+        attention="attention",
+        qkv=("wqkv", "wqkv", "wqkv"),
+        qkv_by_group=True,
+        attention_output="wo",
+        mlp="feed_forward",
+        ups=("w1", "w3"),
+        down="w2",
+        head="output",
+    ),
+    **dict.fromkeys(("BaichuanForCausalLM", "BaiChuanForCausalLM"), TensorNames(qkv=("W_pack", "W_pack", "W_pack"))),
+    "QWenLMHeadModel": TensorNames(
+        embedding="transformer.wte",
+        layers="transformer.h",
+        final_norm="transformer.ln_f.weight",
+        input_norm="ln_1",
+        mlp_norm="ln_2",
+        attention="attn",
+        qkv=("c_attn", "c_attn", "c_attn"),
+        attention_output="c_proj",
+        ups=("w2", "w1"),
+        down="c_proj",
+    ),
+    **dict.fromkeys(
+        ("ChatGLMModel", "ChatGLMForConditionalGeneration"),
+        TensorNames(
+            embedding="transformer.embedding.word_embeddings",
+            layers="transformer.encoder.layers",
+            final_norm="transformer.encoder.final_layernorm.weight",
+            attention="self_attention",
+            qkv=("query_key_value", "query_key_value", "query_key_value"),
+            attention_output="dense",
+            gate_and_up="dense_h_to_4h",
+            down="dense_4h_to_h",
+            head="transformer.output_layer",
+        ),
+    ),
+    **dict.fromkeys(
+        ("TeleChat2ForCausalLM", "TelechatForCausalLM"),
+        TensorNames(
+            embedding="transformer.word_embeddings",
+            layers="transformer.h",
+            final_norm="transformer.ln_f.weight",
+            attention="self_attention",
+            qkv=("query", "key_value", "key_value"),
+            qkv_by_group=True,
+            attention_output="dense",
+        ),
+    ),
+    "ExaoneForCausalLM": TensorNames(
+        embedding="transformer.wte",
+        layers="transformer.h",
+        final_norm="transformer.ln_f.weight",
+        input_norm="ln_1",
+        mlp_norm="ln_2",
+        attention="attn.attention",
+        attention_output="out_proj",
+        ups=("c_fc_0", "c_fc_1"),
+        down="c_proj",
+    ),
+    "YiForCausalLM": TensorNames(input_norm="ln1", mlp_norm="ln2"),
+}
+"""Of architectures whose code comes with their checkpoints; the others of these are called as Llama's."""
 
 _NAMES = {
     **dict.fromkeys(
@@ -95,6 +168,7 @@ _NAMES = {
         gate_and_up="gate_up_proj",
         final_norm="model.final_layernorm.weight",
     ),
+    **PUBLISHED_NAMES,
     **dict.fromkeys(
         CONVOLUTION_ARCHITECTURES,
         TensorNames(

@@ -16,6 +16,36 @@ _LFM2 = "tie_embedding"
 _BY_DEFAULT = (GEMMA, MISTRAL3, "InternVLForConditionalGeneration", *KIMI_K2_5, LFM2_VL, DEEPSEEK_VL, OVIS2)
 """Those whose head is the embedding where nothing is said of the whole."""
 
+HEADLESS = {
+    "LlamaModel": "LlamaForCausalLM",
+    "MistralModel": "MistralForCausalLM",
+    "Qwen2Model": "Qwen2ForCausalLM",
+    "Qwen3Model": "Qwen3ForCausalLM",
+    "Gemma2Model": "Gemma2ForCausalLM",
+    "Gemma3TextModel": "Gemma3ForCausalLM",
+    "DeepseekV2Model": "DeepseekV2ForCausalLM",
+    "DeepseekV3Model": "DeepseekV3ForCausalLM",
+    "DeepseekV32Model": "DeepseekV32ForCausalLM",
+    "GlmMoeDsaModel": "GlmMoeDsaForCausalLM",
+    "Qwen2ForProcessRewardModel": "Qwen2ForCausalLM",
+    "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
+    **{
+        f"{family}ForSequenceClassification": f"{family}ForCausalLM"
+        for family in (
+            *("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe", "Gemma2"),
+            *("DeepseekV2", "DeepseekV3"),
+        )
+    },
+    **{
+        f"{family}ForTokenClassification": f"{family}ForCausalLM"
+        for family in (
+            *("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen2Moe", "Qwen3Moe", "Gemma2", "GptOss"),
+            "DeepseekV3",
+        )
+    },
+}
+"""Architectures without a language model head, and those that have one."""
+
 HasHead = Callable[[], bool | None]
 """Whether the checkpoint has a tensor of the head's own; None: there are no tensors."""
 

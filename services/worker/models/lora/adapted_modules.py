@@ -18,10 +18,10 @@ from services.worker.models.config import (
     ModelConfig,
     SelectiveConfig,
 )
+from services.worker.models.heads.rows import head_rows
 from services.worker.models.hf_layers.latent import LatentConfig
 from services.worker.models.hf_layers.tensor_names import GRANITE, TensorNames, tensor_names
 from services.worker.models.latent.loading import rotated_last
-from services.worker.models.rope import partly_rotated
 from services.worker.models.sharding import LayerShard, MixerShard
 from services.worker.models.states import lightning_loading
 from services.worker.models.states.delta_loading import GATES, RATES, first_of_steps, input_parts
@@ -93,11 +93,18 @@ def _attention_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     inputs = config.attention_inputs
     names = tensor_names(config.architecture)
     return {
-        f"{names.attention}.q_proj": (inputs, 2 * heads if config.gated_attention else heads),
-        f"{names.attention}.k_proj": (inputs, kv),
-        f"{names.attention}.v_proj": (inputs, kv),
+        **_head_sizes(names, inputs, (2 * heads if config.gated_attention else heads, kv, kv)),
         f"{names.attention}.{names.attention_output}": (heads, hidden),
     }
+
+
+def _head_sizes(names: TensorNames, inputs: int, outputs: tuple[int, int, int]) -> dict[str, tuple[int, int]]:
+    """Of the modules that make queries, keys and values, of which each may make several."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, size in zip(names.qkv, outputs, strict=True):
+        module = f"{names.attention}.{name}"
+        sizes[module] = (inputs, size + sizes.get(module, (0, 0))[1])
+    return sizes
 
 
 def _latent_sizes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[int, int]]:
@@ -239,20 +246,16 @@ def _of_gates(name: str, states: DeltaConfig, shard: MixerShard, layer: LayerWei
 def _of_attention(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:
     dim, every, names = config.head_dim, (0, config.hidden_size), tensor_names(config.architecture)
     inputs = (0, config.attention_inputs)
-    heads, kv = ((first * dim, end * dim) for first, end in (share.heads, share.kv_heads))
-    rows: tuple[Rows, Rows, Rows] = (heads, kv, kv)
     if layer.gate is not None:
         own = gated_outputs(config, share)
-        rows = (own.queries, own.keys, own.values)
+        rows: tuple[Rows, ...] = (own.queries, own.keys, own.values)
         yield ModulesOfMatrix(layer.gate, inputs, (ModuleRows(f"{names.attention}.q_proj", own.gates),))
-    elif config.reorders_heads:
-        order = partly_rotated(dim, config.rotated_dim, pairs=config.rotary_pairs)
-        queries, keys = ((torch.arange(*each).view(-1, dim)[:, order]).flatten() for each in (heads, kv))
-        rows = (queries, keys, kv)
-    parts = (ModuleRows(f"{names.attention}.{name}_proj", each) for name, each in zip("qkv", rows, strict=True))
+    else:
+        rows = tuple(each.rows for each in head_rows(config, share))
+    parts = (ModuleRows(f"{names.attention}.{name}", each) for name, each in zip(names.qkv, rows, strict=True))
     yield ModulesOfMatrix(layer.qkv, inputs, tuple(parts))
     output = ModuleRows(f"{names.attention}.{names.attention_output}", every)
-    yield ModulesOfMatrix(layer.output, heads, (output,))
+    yield ModulesOfMatrix(layer.output, (share.heads[0] * dim, share.heads[1] * dim), (output,))
 
 
 def _of_latent(

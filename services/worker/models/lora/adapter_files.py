@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.hf_layers.tensor_names import tensor_names
 from services.worker.models.lora.adapted_modules import module_sizes
 from services.worker.models.weights import NamedModules
 from shared.ids import LoraId, ModelName
@@ -25,14 +27,8 @@ from shared.ids import LoraId, ModelName
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 _BODY = r"base_model\.model\.(?:model\.language_model|model|backbone)"
-_NAME = re.compile(
-    rf"{_BODY}\.layers\.(\d{{1,4}})\.([a-z0-9_.]+)\.lora_([AB])\.weight"
-    rf"|base_model\.model\.({HEAD})\.lora_([AB])\.weight|{_BODY}\.({EMBEDDING}|embeddings)\.lora_embedding_([AB])"
-)
 _BASE = "base_model.model."
 _ANY_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_BASE_COPY = re.compile(rf"(?:{_BODY}\.(?:{EMBEDDING}|embeddings)|base_model\.model\.{HEAD})\.(?:base_layer\.)?weight")
-"""PEFT writes the base model's own matrix beside an adapter of the embedding or the head."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Initialisations that also change the base model, unless PEFT converts the adapter when it saves it."""
 _DIGEST_BYTES = 16
@@ -200,18 +196,40 @@ def _named_modules(path: Path, file: Any, modules: NamedModules) -> _Halves:
     return found
 
 
+class _AdapterNames(NamedTuple):
+    """What tensors of adapters of a native model are called."""
+
+    of_module: re.Pattern[str]
+    base_copy: re.Pattern[str]
+    """PEFT writes the base model's own matrix beside an adapter of the embedding or the head."""
+
+
+@lru_cache
+def _names(architecture: str) -> _AdapterNames:
+    own = tensor_names(architecture)
+    layers, embedding, head = (re.escape(_BASE + each) for each in (own.layers, own.embedding, own.head))
+    layers = rf"(?:{_BODY}\.layers|{layers})"
+    embedding = rf"(?:{_BODY}\.(?:{EMBEDDING}|embeddings)|{embedding})"
+    of_layer = rf"{layers}\.(\d{{1,4}})\.([A-Za-z0-9_.]+)\.lora_([AB])\.weight"
+    beside = rf"({head})\.lora_([AB])\.weight|({embedding})\.lora_embedding_([AB])"
+    return _AdapterNames(
+        re.compile(f"{of_layer}|{beside}"), re.compile(rf"(?:{embedding}|{head})\.(?:base_layer\.)?weight")
+    )
+
+
 def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
     found: _Halves = {}
+    names = _names(config.architecture)
     for name in file.keys():  # noqa: SIM118 - no mapping
-        if match := _NAME.fullmatch(name):
-            layer, projection, half, head, head_half, embedding, embedding_half = match.groups()
+        if match := names.of_module.fullmatch(name):
+            layer, projection, half, head, head_half, _, embedding_half = match.groups()
             numbers = config.layers_of_block(int(layer or 0))
             if not numbers:
                 raise ModelError(f"{path}: layer {layer} of {projection}; the model has {config.num_blocks} layers")
             number = next((each for each in numbers if projection in module_sizes(config, each)), numbers[0])
-            key = (number, projection or head or (embedding and EMBEDDING))
+            key = (number, projection or (HEAD if head else EMBEDDING))
             found.setdefault(key, {})[half or head_half or embedding_half] = name
-        elif not _BASE_COPY.fullmatch(name):
+        elif not names.base_copy.fullmatch(name):
             raise ModelError(f"{path}: tensor {name} belongs to no module that can have an adapter here")
         elif (shape := file.get_slice(name).get_shape()) != [config.vocab_size, config.hidden_size]:
             table = [config.vocab_size, config.hidden_size]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.worker.models.checkpoint import TensorSource
 from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.hf_layers.tensor_names import tensor_names
 from shared.messages.model_card import PoolingCard
 
 PROCESS_REWARD_MODEL = "Qwen2ForProcessRewardModel"
@@ -104,9 +105,11 @@ def read_process_reward_head(
 
 def read_token_rows(tensors: TensorSource, config: ModelConfig, ids: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """Hidden states [k, hidden] → the logits [k, ids] of the tokens `ids`, in float32."""
-    name = "model.embed_tokens.weight" if config.tied_embeddings else "lm_head.weight"
+    names = tensor_names(config.architecture)
+    name = f"{names.embedding if config.tied_embeddings else names.head}.weight"
     shape = (config.vocab_size, config.hidden_size)
     rows = torch.cat([tensors.read(name, shape, rows=(number, number + 1)).float() for number in ids])
+    rows = (F.normalize(rows) if config.normed_head else rows) / (config.logits_divisor or 1.0)
     cap = config.logits_softcap
 
     def logits(states: Tensor) -> Tensor:

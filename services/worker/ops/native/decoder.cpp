@@ -134,7 +134,7 @@ void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int i
     mixed_.fit(rows, width, size_), mixed_number_ = config_.number;
     attend(pool_,
            {queries_.data(), queries_.stride, config_.heads, config_.attention_scale, layer.window, config_.attention_softcap,
-            mixed_.data(), mixed_.stride, layer.sinks},
+            mixed_.data(), mixed_.stride, layer.sinks, layer.slopes},
            forward.of_layer(index), cache, plan(forward.batch, layer.window));
     if (layer.gate.groups) gate_mixed(layer, index, x, width);
 }

@@ -85,6 +85,7 @@ struct DecoderLayer {
     Linear down;
     int window;  // 0: none
     const float* sinks;  // [heads] or null, see Attention
+    const float* slopes;  // its `alibi_slopes`
     // Null: `gate_up` and `down` are the layer's MLP. Else they are the expert that every row goes through besides; `groups` is
     // null where there is none.
     const DecoderMixture* mixture;

@@ -293,6 +293,7 @@ class DecoderLayer(Structure):
         ("down", Linear),
         ("window", c_int),
         ("sinks", c_void_p),
+        ("slopes", c_void_p),
         ("mixture", POINTER(DecoderMixture)),
         ("states", POINTER(DecoderStates)),
         ("latent", POINTER(DecoderLatent)),

@@ -273,6 +273,14 @@ def test_a_directory_whose_tokenizer_cannot_be_used_says_so(tmp_path: Path) -> N
     (tmp_path / "spm.model").touch()
     with pytest.raises(TokenizerUnusable, match=r"there, only spm\.model; write one .* name it: --tokenizer NEW"):
         load_tokenizer(tmp_path)
+    own = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "spm.model").rename(tmp_path / "own.tiktoken")
+    message = (
+        r"only own\.tiktoken, and code of its own, which is not run; write .*, or bring that of a release with the"
+    )
+    with pytest.raises(TokenizerUnusable, match=message):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerUnusable, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path)

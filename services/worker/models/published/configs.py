@@ -1,0 +1,292 @@
+"""Reads the `config.json` of architectures whose Python code comes with their checkpoints: as that of the Llama which
+each differs from, and what it differs in. What its tensors are called is in `hf_layers.tensor_names`.
+
+Defaults are those of the code that is published. What it computes otherwise behind a number of tokens is served up to
+that number, exactly, as rotations are whose base depends on a prompt's length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from services.worker.models.config import ModelError
+
+BASE = "LlamaForCausalLM"
+
+_Keys = Mapping[str, Any]
+
+
+class Published(NamedTuple):
+    """What a `config.json` says."""
+
+    base: dict[str, Any]
+    """As that of a `BASE` would say it."""
+    changes: dict[str, Any]
+    """Fields of its `ModelConfig` that are others."""
+
+
+def published_config(raw: dict[str, Any], architecture: str) -> Published:
+    """What `raw`, the object in a `config.json`, says of a model of `architecture`. Raises ModelError, and
+    msgspec.ValidationError."""
+    read = PUBLISHED[architecture](raw)
+    kept = {key: raw[key] for key in ("dtype", "torch_dtype", "eos_token_id") if key in raw}
+    base = {key: value for key, value in (kept | read.base).items() if key != "quantization_config"}
+    return Published(base | {"architectures": [BASE]}, read.changes)
+
+
+def _llama(raw: _Keys) -> Published:
+    return Published(dict(raw), {})
+
+
+class _RawInternLm(Struct):
+    bias: bool = False
+    rotary: dict[str, Any] | None = None
+
+
+def _internlm(raw: _Keys) -> Published:
+    """The first and the second: `bias` is of all of attention. Of the first, `rotary` may say how heads are rotated."""
+    own = msgspec.convert(raw, _RawInternLm)
+    rope = {} if own.rotary is None else {"rope_theta": own.rotary.get("base"), "rope_scaling": None}
+    if own.rotary is not None and own.rotary.get("type") not in ("origin", "dynamic"):
+        raise ModelError(f"rotary type {own.rotary.get('type')!r} is not supported; supported: origin, dynamic")
+    return Published({**raw, **rope, "attention_bias": own.bias, "mlp_bias": False}, {})
+
+
+class _RawInternLm3(Struct):
+    qkv_bias: bool = False
+    bias: bool = False
+
+
+def _internlm3(raw: _Keys) -> Published:
+    own = msgspec.convert(raw, _RawInternLm3)
+    base = {key: value for key, value in raw.items() if key != "qkv_bias"}
+    return Published(base | {"attention_bias": own.qkv_bias, "mlp_bias": own.bias}, {"output_bias": own.bias})
+
+
+class _RawBaichuan(Struct):
+    vocab_size: int
+    max_position_embeddings: int | None = None
+    model_max_length: int = 4096
+    z_loss_weight: float | None = None
+
+
+_BAICHUAN2_WORDS = 125_696
+
+
+def _baichuan(raw: _Keys) -> Published:
+    """The code of 13B, whose heads are not rotated but have ALiBi, knows no `max_position_embeddings`. The second
+    release multiplies with rows of the head that have length 1."""
+    own = msgspec.convert(raw, _RawBaichuan)
+    base = {**raw, "max_position_embeddings": own.max_position_embeddings or own.model_max_length}
+    second = own.vocab_size == _BAICHUAN2_WORDS or own.z_loss_weight is not None
+    changes: dict[str, Any] = {"normed_head": second}
+    if own.max_position_embeddings is None:
+        changes |= {"alibi": True, "rotary_dim": 0}
+    return Published(base, changes)
+
+
+class _RawMiniCpm(Struct):
+    hidden_size: int
+    num_hidden_layers: int
+    scale_emb: float = 1.0
+    scale_depth: float = 1.0
+    dim_model_base: float = 1.0
+    num_experts: int = 0
+    mixer_types: list[str] | None = None
+    sparse_config: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = True
+
+
+def _minicpm(raw: _Keys) -> Published:
+    """Sparse attention (InfLLM-V2) attends to everything up to `dense_len` tokens."""
+    own = msgspec.convert(raw, _RawMiniCpm)
+    if own.num_experts:
+        raise ModelError(f"num_experts {own.num_experts} is not supported; supported: 0")
+    if own.mixer_types is not None:
+        raise ModelError(f"mixer_types {own.mixer_types} is not supported: all layers have to attend")
+    if own.num_hidden_layers < 1 or own.dim_model_base <= 0:
+        raise ModelError(
+            f"num_hidden_layers {own.num_hidden_layers} and dim_model_base {own.dim_model_base} have to be positive"
+        )
+    positions = own.max_position_embeddings
+    if own.sparse_config is not None:
+        positions = min(positions, int(own.sparse_config.get("dense_len", positions)))
+    base = {**raw, "max_position_embeddings": positions, "tie_word_embeddings": own.tie_word_embeddings}
+    return Published(
+        base,
+        {
+            "embedding_scale": own.scale_emb,
+            "residual_scale": own.scale_depth / math.sqrt(own.num_hidden_layers),
+            "logits_divisor": own.hidden_size / own.dim_model_base,
+        },
+    )
+
+
+class _RawChatGlm(Struct, kw_only=True):
+    padded_vocab_size: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    kv_channels: int = 128
+    seq_length: int = 2048
+    layernorm_epsilon: float = 1e-5
+    rmsnorm: Literal[True] = True
+    apply_residual_connection_post_layernorm: Literal[False] = False
+    post_layer_norm: Literal[True] = True
+    add_bias_linear: Literal[False] = False
+    add_qkv_bias: bool = False
+    multi_query_attention: bool = False
+    multi_query_group_num: int = 1
+    rope_ratio: float = 1.0
+    original_rope: bool = True
+    tie_word_embeddings: bool = False
+
+
+_CHATGLM_THETA = 10_000.0
+
+
+def _chatglm(raw: _Keys) -> Published:
+    """Half of a head is rotated, each element with its neighbour, or (CogAgent) with one half of that part further
+    on."""
+    if "position_encoding_2d" in raw:
+        raise ModelError("position_encoding_2d is not supported: ChatGLM-6B, the first, is of another layout")
+    if raw.get("vision_config") is not None:
+        raise ModelError("vision_config is not supported: only models of texts are")
+    own = _converted(raw, _RawChatGlm)
+    base = {
+        "vocab_size": own.padded_vocab_size,
+        "hidden_size": own.hidden_size,
+        "intermediate_size": own.ffn_hidden_size,
+        "num_hidden_layers": own.num_layers,
+        "num_attention_heads": own.num_attention_heads,
+        "num_key_value_heads": own.multi_query_group_num if own.multi_query_attention else own.num_attention_heads,
+        "head_dim": own.kv_channels,
+        "max_position_embeddings": own.seq_length,
+        "rms_norm_eps": own.layernorm_epsilon,
+        "rope_theta": _CHATGLM_THETA * own.rope_ratio,
+        "tie_word_embeddings": own.tie_word_embeddings,
+    }
+    if own.kv_channels % 4:
+        raise ModelError(f"kv_channels {own.kv_channels}: half of it has no pairs")
+    rotation = {"rotary_dim": own.kv_channels // 2, "rotary_pairs": own.original_rope}
+    return Published(base, {"qkv_bias": own.add_qkv_bias, **rotation})
+
+
+class _RawQwen(Struct, kw_only=True):
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    kv_channels: int = 128
+    seq_length: int = 2048
+    layer_norm_epsilon: float = 1e-6
+    rotary_emb_base: float = 10_000.0
+    rotary_pct: float = 1.0
+    no_bias: Literal[True] = True
+    tie_word_embeddings: bool = False
+
+
+def _qwen(raw: _Keys) -> Published:
+    """Its MLP has half as many columns as is said. Up to `seq_length` tokens neither NTK scaling nor logn attention
+    changes anything."""
+    own = _converted(raw, _RawQwen)
+    if own.rotary_pct != 1.0:
+        raise ModelError(f"rotary_pct {own.rotary_pct} is not supported; supported: 1.0")
+    base = {
+        "vocab_size": own.vocab_size,
+        "hidden_size": own.hidden_size,
+        "intermediate_size": own.intermediate_size // 2,
+        "num_hidden_layers": own.num_hidden_layers,
+        "num_attention_heads": own.num_attention_heads,
+        "head_dim": own.kv_channels,
+        "max_position_embeddings": own.seq_length,
+        "rms_norm_eps": own.layer_norm_epsilon,
+        "rope_theta": own.rotary_emb_base,
+        "tie_word_embeddings": own.tie_word_embeddings,
+    }
+    return Published(base, {"qkv_bias": True})
+
+
+class _RawTeleChat(Struct, kw_only=True):
+    vocab_size: int
+    hidden_size: int
+    ffn_hidden_size: int
+    n_layer: int
+    n_head: int
+    num_key_value_heads: int | None = None
+    layer_norm_epsilon: float = 1e-5
+    base_seqlen: int = 4096
+    training_seqlen: int = 8192
+    embed_layernorm: Literal[False] = False
+    apply_residual_connection_post_layernorm: Literal[False] = False
+    tie_word_embeddings: bool = False
+
+
+_TELECHAT_THETA = 10_000.0
+
+
+def _telechat(raw: _Keys) -> Published:
+    """Up to `training_seqlen` tokens, the base of the rotation is the one that prompts of so many have."""
+    own = _converted(raw, _RawTeleChat)
+    for key in ("n_head", "base_seqlen", "training_seqlen"):
+        if getattr(own, key) < 1:
+            raise ModelError(f"{key} {getattr(own, key)} is not positive")
+    dim = own.hidden_size // own.n_head
+    if dim < 4:
+        raise ModelError(f"n_head {own.n_head}: heads of {dim} elements are not supported; 4 and more are")
+    stretched = max(2 ** math.ceil(math.log2(own.training_seqlen / own.base_seqlen) + 1) - 1, 1)
+    base = {
+        "vocab_size": own.vocab_size,
+        "hidden_size": own.hidden_size,
+        "intermediate_size": own.ffn_hidden_size,
+        "num_hidden_layers": own.n_layer,
+        "num_attention_heads": own.n_head,
+        "num_key_value_heads": own.num_key_value_heads,
+        "max_position_embeddings": own.training_seqlen,
+        "rms_norm_eps": own.layer_norm_epsilon,
+        "rope_theta": _TELECHAT_THETA * stretched ** (dim / (dim - 2)),
+        "tie_word_embeddings": own.tie_word_embeddings,
+    }
+    return Published(base, {"output_bias": True, "down_bias": True})
+
+
+_EXAONE_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
+}
+
+
+def _exaone(raw: _Keys) -> Published:
+    """As `transformers` reads it."""
+    defaults = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
+    return Published({**defaults, **{_EXAONE_KEYS.get(key, key): value for key, value in raw.items()}}, {})
+
+
+def _converted(raw: _Keys, kind: type[Any]) -> Any:
+    """`raw` as a `kind`; keys that are `null` have their defaults. Raises msgspec.ValidationError."""
+    return msgspec.convert({key: value for key, value in raw.items() if value is not None}, kind)
+
+
+PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
+    **dict.fromkeys(
+        ("AquilaModel", "AquilaForCausalLM", "LLaMAForCausalLM", "XverseForCausalLM", "YiForCausalLM"), _llama
+    ),
+    **dict.fromkeys(("InternLMForCausalLM", "InternLM2ForCausalLM"), _internlm),
+    "InternLM3ForCausalLM": _internlm3,
+    **dict.fromkeys(("BaichuanForCausalLM", "BaiChuanForCausalLM"), _baichuan),
+    "MiniCPMForCausalLM": _minicpm,
+    **dict.fromkeys(("ChatGLMModel", "ChatGLMForConditionalGeneration"), _chatglm),
+    "QWenLMHeadModel": _qwen,
+    **dict.fromkeys(("TeleChat2ForCausalLM", "TelechatForCausalLM"), _telechat),
+    "ExaoneForCausalLM": _exaone,
+}
+"""Who reads the configuration of which architecture."""

@@ -1,0 +1,172 @@
+"""Checkpoints whose Python code comes with them, by Baton's own code and none of theirs: logits and greedy texts are
+those of `transformers` on the same numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from services.worker.models.checkpoint import CPU, open_checkpoint
+from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.hf_config import read_model_config
+from services.worker.models.loading import load_weights
+from services.worker.models.lora.slots import LoraSettings
+from services.worker.models.sharding import LayerShard, shard_of
+from services.worker.ops.torch_ops import PlainLinear, TorchOps
+from shared.ids import ModelName
+from tests.support.models.published_layouts import HEADS, LAYOUTS, make_published, write_published_adapter
+from tests.support.models.quantised_files import awq, gptq
+from tests.support.worker.library_situations import check_mixed_batch, check_resumed_sequences, prompt
+from tests.support.worker.plan_driver import Driver
+from tests.support.worker.recorded_logits import assert_logits_agree, record_logits
+from tests.support.worker.tiny_backend import tiny_backend
+
+OUTPUT = 4
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    return record_logits(monkeypatch)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_logits_are_those_of_the_library(name: str, tmp_path: Path, recorded: list[Tensor]) -> None:
+    model = make_published(name, tmp_path)
+    backend = tiny_backend(model.path, ops="native")
+    assert "transformers" not in backend.rank.decoder.ops_name
+    assert_logits_agree(backend, model, prompt(70), OUTPUT, recorded, budget=32)
+
+
+@pytest.mark.parametrize("name", ["InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)"])
+def test_batches_and_shared_prefixes(name: str, tmp_path: Path) -> None:
+    model = make_published(name, tmp_path)
+    backend = tiny_backend(model.path, ops="native")
+    check_mixed_batch(model, backend)
+    backend.reset()
+    check_resumed_sequences(model, backend)
+
+
+@pytest.mark.features("LoRA")
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("InternLM2ForCausalLM", ("wqkv", "wo", "w1", "w2", "w3")),
+        ("ChatGLMModel", ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
+        ("TeleChat2ForCausalLM", ("query", "key_value", "down_proj")),
+        ("BaiChuanForCausalLM", ("W_pack",)),
+        ("QWenLMHeadModel", ("c_attn", "c_proj", "w1", "w2")),
+    ],
+)
+def test_adapters_have_the_published_names(
+    name: str, ends: tuple[str, ...], tmp_path: Path, recorded: list[Tensor]
+) -> None:
+    model = make_published(name, tmp_path)
+    merged = write_published_adapter(model, tmp_path / "adapter", ends)
+    settings = LoraSettings(((ModelName("a"), merged.path),), 1, 8)
+    backend = tiny_backend(model.path, ops="native", loras=settings)
+    driver, tokens = Driver(backend, budget=32), prompt(40)
+    recorded.clear()
+    sequence = driver.add(tokens, OUTPUT, lora=backend.card.loras[0].id)
+    driver.run()
+    expected = merged.logits(sequence.tokens)[len(tokens) - 1 : -1]
+    assert torch.cat(recorded[-OUTPUT:]).sub(expected).abs().max() < 1e-3
+    assert (model.logits(sequence.tokens)[len(tokens) - 1 : -1] - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["InternLM2ForCausalLM", "QWenLMHeadModel", "ChatGLMModel"])
+@pytest.mark.parametrize(
+    ("written", "method"),
+    [
+        (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}),
+        (awq, {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}),
+    ],
+    ids=["gptq", "awq"],
+)
+def test_codes_have_the_published_names(
+    name: str, written: Any, method: dict[str, Any], tmp_path: Path, recorded: list[Tensor]
+) -> None:
+    model = make_published(name, tmp_path, lambda _, weight: written(weight), quantization_config=method)
+    backend = tiny_backend(model.path, ops="native")
+    assert_logits_agree(backend, model, prompt(40), OUTPUT, recorded)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rank_reads_what_it_reads_by_the_librarys_names(name: str, tmp_path: Path) -> None:
+    """Of all layers, which those of a stage are some of."""
+    model = make_published(name, tmp_path)
+    config = read_model_config(model.path)
+    same = "Glm4vForCausalLM" if LAYOUTS[name].reference == "GlmConfig" else "LlamaForCausalLM"
+    for rank, ranks in ((0, 1), (1, 2), (3, 4) if config.num_heads == HEADS else (0, 2)):
+        share = shard_of(config, rank, ranks)
+        published, library = (
+            loaded(folder, replace(config, architecture=each), share)
+            for folder, each in ((model.path, config.architecture), (model.same, same))
+        )
+        assert len(published) == len(library) > 20
+        assert all(torch.equal(*pair) for pair in zip(published, library, strict=True))
+
+
+def loaded(folder: Path, config: ModelConfig, share: LayerShard) -> list[Tensor]:
+    """All tensors of a rank's weights, in an order of their places."""
+    ops = TorchOps(CPU, torch.float32)
+    with open_checkpoint(folder, torch.float32) as checkpoint:
+        return list(_tensors(load_weights(checkpoint, config, share, ops, CPU, 64)))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        for each in fields(value):
+            yield from _tensors(getattr(value, each.name))
+    elif isinstance(value, PlainLinear):
+        yield from _tensors((value.weight.to_dense() if value.onednn else value.weight, value.bias))
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "complaint"),
+    [
+        ("ChatGLMModel", {"position_encoding_2d": True}, "position_encoding_2d is not supported: ChatGLM-6B"),
+        ("ChatGLMModel", {"vision_config": {}}, "vision_config is not supported"),
+        ("ChatGLMModel", {"rmsnorm": False}, r"Invalid enum value False - at `\$.rmsnorm`"),
+        ("ChatGLMModel", {"kv_channels": 18}, "kv_channels 18: half of it has no pairs"),
+        ("MiniCPMForCausalLM", {"num_experts": 8}, "num_experts 8 is not supported; supported: 0"),
+        ("MiniCPMForCausalLM", {"mixer_types": ["minicpm4"]}, r"mixer_types \['minicpm4'\] is not supported"),
+        ("MiniCPMForCausalLM", {"dim_model_base": 0}, "dim_model_base 0.0 have to be positive"),
+        ("QWenLMHeadModel", {"rotary_pct": 0.25}, "rotary_pct 0.25 is not supported; supported: 1.0"),
+        ("QWenLMHeadModel", {"seq_length": 0}, "max_position_embeddings 0 is not positive"),
+        ("TeleChat2ForCausalLM", {"base_seqlen": 0}, "base_seqlen 0 is not positive"),
+        ("InternLMForCausalLM", {"rotary": {"type": "other"}}, "rotary type 'other' is not supported"),
+        ("InternLM2ForCausalLM", {"rope_scaling": {"type": "su"}}, "rope_type 'su' is not supported"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_its_key(
+    name: str, keys: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    own = {"architectures": [name], **LAYOUTS[name].config, **keys}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    with pytest.raises(ModelError, match=rf"config\.json: .*{complaint}"):
+        read_model_config(tmp_path)
+
+
+def test_what_a_prompt_beyond_a_number_of_tokens_changes_is_served_up_to_it(tmp_path: Path) -> None:
+    def positions(name: str, **keys: Any) -> int:
+        own = {"architectures": [name], **LAYOUTS[name].config, **keys}
+        (tmp_path / "config.json").write_text(json.dumps(own))
+        return read_model_config(tmp_path).max_positions
+
+    assert positions("QWenLMHeadModel", seq_length=96, max_position_embeddings=512) == 96
+    assert positions("TeleChat2ForCausalLM", training_seqlen=100) == 100
+    assert positions("MiniCPMForCausalLM", sparse_config={"dense_len": 77}) == 77
+    assert positions("InternLM2ForCausalLM", max_position_embeddings=123) == 123
