@@ -195,6 +195,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A score falls with the distance, by a slope of each head's (arXiv:2108.12409)."""
     normed_head: bool = False
     """Rows of the head are taken with length 1 (Baichuan 2)."""
+    layer_norms: bool = False
+    """Norms of rows take their mean away, too, and have a bias (Orion)."""
     down_bias: bool = False
     """What MLPs give has a bias, whatever `mlp_bias` says of all their products (TeleChat2)."""
     multipliers: Multipliers | None = None

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from services.worker.models.config import ModelError
-from services.worker.models.rope import LinearRope, Llama3Rope, PlainRope, Rope, YarnRope, yarn_magnitude, yarn_mscale
+from services.worker.models.rope import (
+    FactoredRope,
+    LinearRope,
+    Llama3Rope,
+    PlainRope,
+    Rope,
+    YarnRope,
+    yarn_magnitude,
+    yarn_mscale,
+)
 from shared.messages.generation import POSITION_AXES
 
 
@@ -27,6 +38,7 @@ class RawRope(Struct, kw_only=True, omit_defaults=True):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: list[float] | None = None
     partial_rotary_factor: float | None = None
     mrope_section: list[int] | None = None
     mrope_interleaved: bool = False
@@ -52,10 +64,13 @@ class Ropes(Struct, frozen=True):
     """How much of a head is rotated."""
 
     def rotated_of(self, head_dim: int) -> int | None:
-        """See `ModelConfig.rotary_dim`. Raises ModelError where these are no pairs."""
+        """See `ModelConfig.rotary_dim`. Raises ModelError where these are no pairs, or LongRoPE has factors of another
+        number."""
+        rotated, full = int(head_dim * self.share), self.full
+        if isinstance(full, FactoredRope) and 2 * len(full.factors) != rotated:
+            raise ModelError(f"short_factor has {len(full.factors)} numbers, {rotated} rotated elements half as many")
         if self.share == 1.0:
             return None
-        rotated = int(head_dim * self.share)
         if rotated % 2 or head_dim % 2 or not 0 < rotated < head_dim:
             raise ModelError(f"partial_rotary_factor {self.share}: {rotated} of {head_dim} elements are no pairs")
         return rotated
@@ -92,7 +107,13 @@ def read_ropes(
     else:
         sliding = _rope(nested.sliding_attention, theta, positions) if nested and nested.sliding_attention else full
     return Ropes(
-        *(full, sliding, _max_positions(full, positions), _latent_scale(full_raw), _axes(full_raw)),
+        *(
+            full,
+            sliding,
+            _max_positions(full, positions, full_raw.original_max_position_embeddings),
+            _latent_scale(full_raw),
+            _axes(full_raw),
+        ),
         share=1.0 if share is None else share,
     )
 
@@ -150,8 +171,12 @@ def _rope(raw: RawRope, default_theta: float, positions: int) -> Rope:
             )
         case "yarn":
             return _yarn(raw, theta, positions)
+        case "longrope":
+            return _longrope(raw, theta, positions)
         case other:
-            raise ModelError(f"rope_type {other!r} is not supported; supported: default, linear, dynamic, llama3, yarn")
+            raise ModelError(
+                f"rope_type {other!r} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope"
+            )
 
 
 def _yarn(raw: RawRope, theta: float, positions: int) -> YarnRope:
@@ -171,6 +196,18 @@ def _yarn(raw: RawRope, theta: float, positions: int) -> YarnRope:
     )
 
 
+def _longrope(raw: RawRope, theta: float, positions: int) -> FactoredRope:
+    """Behind the length that was trained first, keys that are cached would have been rotated by other factors."""
+    original = raw.original_max_position_embeddings or positions
+    factor = positions / original if raw.factor is None else raw.factor
+    magnitude = raw.attention_factor
+    if magnitude is None:
+        magnitude = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if not raw.short_factor or min(raw.short_factor) <= 0:
+        raise ModelError("rope_type longrope needs short_factor: a positive number for each frequency")
+    return FactoredRope(theta, tuple(raw.short_factor), magnitude)
+
+
 def _latent_scale(raw: RawRope) -> float:
     if (raw.rope_type or raw.type or "default") == "default" or not raw.mscale_all_dim or raw.factor is None:
         return 1.0
@@ -186,7 +223,9 @@ def _need(raw: RawRope, key: str) -> float:
     return value
 
 
-def _max_positions(rope: Rope, positions: int) -> int:
+def _max_positions(rope: Rope, positions: int, original: int | None) -> int:
+    if isinstance(rope, FactoredRope):
+        return min(positions, original or positions)
     if isinstance(rope, LinearRope):
         return int(positions * rope.factor)
     if isinstance(rope, YarnRope):

@@ -412,6 +412,9 @@ class _Loader:
         others = () if name in self._checkpoint else (name.replace(*pair) for pair in self._names.renamed)
         stored = next((other for other in others if other in self._checkpoint), name)
         weight = self._checkpoint.read(stored, (size or self._config.hidden_size,)).float()
+        if self._config.layer_norms:
+            bias = self._checkpoint.read(f"{stored.removesuffix('weight')}bias", (self._config.hidden_size,))
+            weight = torch.stack((weight, bias.float()))
         return (weight + 1.0 if self._config.norm_offset else weight).to(self._device)
 
     def _table(self, rope: Rope) -> Tensor:

@@ -96,6 +96,8 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         _check_plugin(settings, plugin, method)
     if settings.context_rows is not None and config.states is not None:
         raise ModelError("prefill_context_parallel_size: not for a model with states, which go on from row to row")
+    if settings.context_rows is not None and config.layer_norms:
+        raise ModelError("prefill_context_parallel_size: not for a model with layer norms")
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
     if config.latent is not None:
         check_latent(config.latent, settings.kv_cache_dtype, settings.attention, stage)

@@ -274,7 +274,7 @@ def native_decoder(
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for a share of the experts,
     attention and mixers that the library does not know, sparse attention, drafters' layers with latent attention,
-    post norms among multipliers, layers that norm what they give alone, and shared blocks.
+    post norms among multipliers, layers that norm what they give alone, layer norms, and shared blocks.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps):
@@ -287,7 +287,7 @@ def native_decoder(
         return None
     if config.multipliers is not None and config.post_norms:
         return None
-    if config.shared is not None or any(each.norms_outputs for each in config.layers):
+    if config.layer_norms or config.shared is not None or any(each.norms_outputs for each in config.layers):
         return None
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
     if any(each.experts.local is not None for each in mixtures):

@@ -50,14 +50,23 @@ class YarnRope(Struct, frozen=True, tag=True):
     truncate: bool
 
 
-Rope = PlainRope | LinearRope | Llama3Rope | YarnRope
+class FactoredRope(Struct, frozen=True, tag=True):
+    """LongRoPE (arXiv:2402.13753) up to the length that was trained first: each frequency is divided by a factor."""
+
+    theta: float
+    factors: tuple[float, ...]
+    magnitude: float
+    """What cosines and sines are multiplied by."""
+
+
+Rope = PlainRope | LinearRope | Llama3Rope | YarnRope | FactoredRope
 
 
 def cos_sin_table(rope: Rope, head_dim: int, positions: int) -> Tensor:
     """[positions, head_dim] float32: head_dim / 2 cosines, then as many sines, for each position from 0."""
     frequencies = _frequencies(rope, head_dim)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-    magnitude = rope.magnitude if isinstance(rope, YarnRope) else 1.0
+    magnitude = rope.magnitude if isinstance(rope, YarnRope | FactoredRope) else 1.0
     return torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude
 
 
@@ -108,6 +117,8 @@ def _frequencies(rope: Rope, head_dim: int) -> Tensor:
             return plain
         case LinearRope():
             return plain / rope.factor
+        case FactoredRope():
+            return plain / torch.tensor(rope.factors)
         case Llama3Rope():
             return _llama3_frequencies(rope, plain)
         case YarnRope():

@@ -221,7 +221,7 @@ class LayerMixer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One rank's weights of one layer. Norm weights are float32."""
+    """One rank's weights of one layer. Norm weights are float32; of layer norms [2, hidden], weight and bias."""
 
     input_norm: Tensor | None
     """None: the layer reads rows as they are."""

@@ -24,6 +24,7 @@ from services.worker.ops.torch_ops import PlainLinear, TorchOps
 from shared.ids import ModelName
 from tests.support.models.published_layouts import HEADS, LAYOUTS, make_published, write_published_adapter
 from tests.support.models.quantised_files import awq, gptq
+from tests.support.models.tiny_models import POSITIONS
 from tests.support.worker.library_situations import check_mixed_batch, check_resumed_sequences, prompt
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import assert_logits_agree, record_logits
@@ -148,6 +149,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         ("QWenLMHeadModel", {"seq_length": 0}, "max_position_embeddings 0 is not positive"),
         ("TeleChat2ForCausalLM", {"base_seqlen": 0}, "base_seqlen 0 is not positive"),
         ("InternLMForCausalLM", {"rotary": {"type": "other"}}, "rotary type 'other' is not supported"),
+        (
+            "MiniCPMForCausalLM",
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
+            "short_factor has 1 numbers, 16 rotated elements half as many",
+        ),
+        ("MiniCPMForCausalLM", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type longrope needs short_factor"),
         ("InternLM2ForCausalLM", {"rope_scaling": {"type": "su"}}, "rope_type 'su' is not supported"),
     ],
 )
@@ -162,7 +169,7 @@ def test_what_is_not_computed_is_refused_by_its_key(
 
 def test_what_a_prompt_beyond_a_number_of_tokens_changes_is_served_up_to_it(tmp_path: Path) -> None:
     def positions(name: str, **keys: Any) -> int:
-        own = {"architectures": [name], **LAYOUTS[name].config, **keys}
+        own = {"architectures": [name.partition(" ")[0]], **LAYOUTS[name].config, **keys}
         (tmp_path / "config.json").write_text(json.dumps(own))
         return read_model_config(tmp_path).max_positions
 
@@ -170,3 +177,4 @@ def test_what_a_prompt_beyond_a_number_of_tokens_changes_is_served_up_to_it(tmp_
     assert positions("TeleChat2ForCausalLM", training_seqlen=100) == 100
     assert positions("MiniCPMForCausalLM", sparse_config={"dense_len": 77}) == 77
     assert positions("InternLM2ForCausalLM", max_position_embeddings=123) == 123
+    assert positions("MiniCPMForCausalLM (4)") == POSITIONS

@@ -139,6 +139,12 @@ _BAICHUAN = {key: _SHAPE[key] for key in _KEYS if key not in ("num_key_value_hea
 _W_PACK = {"self_attn.W_pack": (_QKV, 1)}
 _DYNAMIC = {"type": "dynamic", "factor": 2.0}
 _SCALE_EMB, _SCALE_DEPTH, _BASE_DIM = 12, 1.4, 16
+_LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + number / 4 for number in range(DIM // 2)],
+    "long_factor": [9.0] * (DIM // 2),
+    "original_max_position_embeddings": POSITIONS,
+}
 _BASE_TOKENS, _THETA = 64, 10_000.0 * 7 ** (DIM / (DIM - 2))
 """TeleChat2: of 256 = 4 * 64 trained tokens the base is multiplied by 2^3 - 1."""
 
@@ -180,6 +186,24 @@ LAYOUTS: dict[str, Layout] = {
             "attention_multiplier": DIM**-0.5,
             "initializer_range": 0.4,
         },
+    ),
+    "MiniCPMForCausalLM (4)": Layout(
+        _plain(scale_emb=1, scale_depth=2.0, dim_model_base=64, rope_scaling=_LONG, sparse_config=None)
+        | {"max_position_embeddings": 2 * POSITIONS},
+        reference="GraniteConfig",
+        shape={
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 2.0 / math.sqrt(LAYERS),
+            "logits_scaling": 1.0,
+            "attention_multiplier": DIM**-0.5,
+            "max_position_embeddings": 2 * POSITIONS,
+            "rope_parameters": {**_LONG, "rope_theta": 10_000.0},
+        },
+    ),
+    "OrionForCausalLM": Layout(
+        _plain(),
+        reference="StableLmConfig",
+        shape={"layer_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "use_qkv_bias": False},
     ),
     "ChatGLMModel": Layout(
         {

@@ -90,6 +90,10 @@ def _baichuan(raw: _Keys) -> Published:
     return Published(base, changes)
 
 
+def _orion(raw: _Keys) -> Published:
+    return Published(dict(raw), {"layer_norms": True})
+
+
 class _RawMiniCpm(Struct):
     hidden_size: int
     num_hidden_layers: int
@@ -284,6 +288,7 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     "InternLM3ForCausalLM": _internlm3,
     **dict.fromkeys(("BaichuanForCausalLM", "BaiChuanForCausalLM"), _baichuan),
     "MiniCPMForCausalLM": _minicpm,
+    "OrionForCausalLM": _orion,
     **dict.fromkeys(("ChatGLMModel", "ChatGLMForConditionalGeneration"), _chatglm),
     "QWenLMHeadModel": _qwen,
     **dict.fromkeys(("TeleChat2ForCausalLM", "TelechatForCausalLM"), _telechat),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 from services.worker.distributed.residual_rows import ResidualRows
 from services.worker.models.config import ModelConfig, ResidualScales
@@ -61,7 +62,14 @@ class ResidualStream:
         norm, embedded = layer.input_norm, self._embedded
         if layer.depth is not None and embedded is not None:
             residual = torch.cat((residual, embedded), dim=1)
-        return residual if norm is None else self._ops.rms_norm(residual, norm, self._eps)
+        return residual if norm is None else self._normed_rows(residual, norm)
+
+    def _normed_rows(self, rows: Tensor, norm: Tensor) -> Tensor:
+        """Such a norm is [2, hidden] where it is a layer norm."""
+        if norm.dim() == 1:
+            return self._ops.rms_norm(rows, norm, self._eps)
+        weight, bias = norm
+        return layer_norm(rows.float(), rows.shape[1:], weight, bias, self._eps).to(rows.dtype)
 
     def scaled(self, x: Tensor, scales: ResidualScales | None) -> Tensor:
         """What attention or an MLP gives → what of it joins the residual; `x` is overwritten."""
@@ -79,6 +87,9 @@ class ResidualStream:
         if norm is None:
             residual = residual + x
             return residual, residual
+        if norm.dim() > 1:
+            residual = residual + x
+            return self._normed_rows(residual, norm), residual
         x, residual = self._ops.add_rms_norm(x, residual, norm, self._eps)
         return x, x if self._normed else residual
 
