@@ -145,6 +145,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         ("MiniCPMForCausalLM", {"num_experts": 8}, "num_experts 8 is not supported; supported: 0"),
         ("MiniCPMForCausalLM", {"mixer_types": ["minicpm4"]}, r"mixer_types \['minicpm4'\] is not supported"),
         ("MiniCPMForCausalLM", {"dim_model_base": 0}, "dim_model_base 0.0 have to be positive"),
+        ("ChatGLMModel", {"quantization_bit": 4}, r"Invalid enum value 4 - at `\$.quantization_bit`"),
+        ("QWenLMHeadModel", {"visual": {}}, "visual is not supported"),
         ("QWenLMHeadModel", {"rotary_pct": 0.25}, "rotary_pct 0.25 is not supported; supported: 1.0"),
         ("QWenLMHeadModel", {"seq_length": 0}, "max_position_embeddings 0 is not positive"),
         ("TeleChat2ForCausalLM", {"base_seqlen": 0}, "base_seqlen 0 is not positive"),

@@ -150,6 +150,7 @@ class _RawChatGlm(Struct, kw_only=True):
     multi_query_group_num: int = 1
     rope_ratio: float = 1.0
     original_rope: bool = True
+    quantization_bit: Literal[0] = 0
     tie_word_embeddings: bool = False
 
 
@@ -201,6 +202,8 @@ class _RawQwen(Struct, kw_only=True):
 def _qwen(raw: _Keys) -> Published:
     """Its MLP has half as many columns as is said. Up to `seq_length` tokens neither NTK scaling nor logn attention
     changes anything."""
+    if raw.get("visual") is not None:
+        raise ModelError("visual is not supported: only models of texts are")
     own = _converted(raw, _RawQwen)
     if own.rotary_pct != 1.0:
         raise ModelError(f"rotary_pct {own.rotary_pct} is not supported; supported: 1.0")
