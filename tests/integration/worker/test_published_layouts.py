@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from services.scheduler.core.limits import EngineLimits
 from services.worker.models.checkpoint import CPU, open_checkpoint
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.hf_config import read_model_config
@@ -27,6 +28,7 @@ from tests.support.models.quantised_files import awq, gptq
 from tests.support.models.tiny_models import POSITIONS
 from tests.support.worker.library_situations import check_mixed_batch, check_resumed_sequences, prompt
 from tests.support.worker.plan_driver import Driver
+from tests.support.worker.rank_processes import RankProcesses, rank_processes
 from tests.support.worker.recorded_logits import assert_logits_agree, record_logits
 from tests.support.worker.tiny_backend import tiny_backend
 
@@ -180,3 +182,24 @@ def test_what_a_prompt_beyond_a_number_of_tokens_changes_is_served_up_to_it(tmp_
     assert positions("MiniCPMForCausalLM", sparse_config={"dense_len": 77}) == 77
     assert positions("InternLM2ForCausalLM", max_position_embeddings=123) == 123
     assert positions("MiniCPMForCausalLM (4)") == POSITIONS
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize(
+    "name", ["InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)", "OrionForCausalLM"]
+)
+def test_two_ranks_and_two_stages_write_the_same(name: str, tmp_path: Path, two_ranks: RankProcesses) -> None:
+    model = make_published(name, tmp_path)
+    limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
+    prompts = [prompt(length, length) for length in (2, 33, 71)]
+    for tp, stages in ((2, 1), (1, 2)):
+        engine = two_ranks.serve(model.path, tp=tp, stages=stages, ops="native", limits=limits, kv_memory=16 << 20)
+        requests = [engine.ask(tokens, OUTPUT) for tokens in prompts]
+        engine.run()
+        assert [request.tokens for request in requests] == [model.greedy(tokens, OUTPUT) for tokens in prompts]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with rank_processes(2, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
