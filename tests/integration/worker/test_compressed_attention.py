@@ -171,6 +171,7 @@ def test_drafts_chunks_and_preemption_change_no_text(model: TinyModel) -> None:
     assert driver.drafted > 0
 
 
+@pytest.mark.extras
 @pytest.mark.features("hybrid KV cache", "prefix cache", "chunked prefill", "speculative")
 def test_what_is_behind_windows_is_freed_and_entries_are_kept(ranks: RankProcesses, model: TinyModel) -> None:
     engine = ranks.serve(model.path, ops="native", limits=LIMITS, drafts=2, hybrid="on")
