@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -372,7 +373,7 @@ def make_config(family: str, **changes: Any) -> PretrainedConfig:
         chosen["num_key_value_heads"] = chosen["num_attention_heads"]  # each has keys and values, made of the latent
     if "o_groups" in own:
         chosen["num_key_value_heads"] = 1  # which all heads read
-    config: PretrainedConfig = getattr(transformers, kind)(**chosen)
+    config: PretrainedConfig = getattr(transformers, kind)(**copy.deepcopy(chosen))  # which some of them change
     return config
 
 
