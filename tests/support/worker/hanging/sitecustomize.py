@@ -27,7 +27,8 @@ def hang_when_there(forward: Any) -> Any:
 
 
 def hang(module: Any) -> None:
-    module.NativeDecoder.forward = hang_when_there(module.NativeDecoder.forward)
+    for name in ("forward", "decode"):
+        setattr(module.NativeDecoder, name, hang_when_there(getattr(module.NativeDecoder, name)))
 
 
 if "HANG_WHEN_THERE" in os.environ:
