@@ -240,11 +240,12 @@ def _read_by_its_own(path: Path, architecture: str, described: bytes | None) -> 
 
 def _published_config(path: Path, architecture: str, described: bytes | None) -> ModelConfig:
     try:
-        base, changes = published_config(_decode(path, dict[str, Any], described), architecture)
+        read = published_config(_decode(path, dict[str, Any], described), architecture)
     except (ModelError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path}: {error}") from None
-    config = read_model_config(path.parent, described=msgspec.json.encode(base))
-    return msgspec.structs.replace(config, architecture=architecture, **changes)
+    config = read_model_config(path.parent, described=msgspec.json.encode(read.base))
+    longest = min(config.max_positions, read.longest or config.max_positions)
+    return msgspec.structs.replace(config, architecture=architecture, max_positions=longest, **read.changes)
 
 
 def _decode(path: Path, kind: type[_T], text: bytes | None = None) -> _T:
@@ -440,6 +441,7 @@ def _ropes(raw: _RawConfig, family: _Family) -> Ropes:
         local_theta=(raw.rope_local_base_freq or family.local_theta) if family.local_theta else None,
         positions=raw.max_position_embeddings,
         partly=family.part_rotates is not None,
+        longrope=raw.architectures[0] == "LlamaForCausalLM",
     )
 
 

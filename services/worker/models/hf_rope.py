@@ -21,6 +21,9 @@ from services.worker.models.rope import (
 )
 from shared.messages.generation import POSITION_AXES
 
+_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+"""Of any model; `longrope` is of those whose reader knows of it."""
+
 
 class RawRope(Struct, kw_only=True, omit_defaults=True):
     """`rope_scaling`, or one entry of `rope_parameters`."""
@@ -94,10 +97,12 @@ def read_ropes(
     local_theta: float | None,
     positions: int,
     partly: bool = False,
+    longrope: bool = False,
 ) -> Ropes:
-    """Both rotations. `partly`: heads may be rotated in part. `theta` and `local_theta` hold where the parameters name
-    no base; without `local_theta`, sliding layers rotate as the others do. Raises ModelError for a kind of scaling
-    that is not supported."""
+    """Both rotations. `partly`: heads may be rotated in part. `longrope`: whoever asks serves no more than
+    `Ropes.max_positions`, and asks for `Ropes.rotated_of`. `theta` and `local_theta` hold where the parameters name no
+    base; without `local_theta`, sliding layers rotate as the others do. Raises ModelError for a kind of scaling that is
+    not supported."""
     flat, nested = _decode(parameters)
     full_raw = scaling or flat or (nested.full_attention if nested else None) or RawRope()
     share = full_raw.partial_rotary_factor if partly else None
@@ -106,6 +111,9 @@ def read_ropes(
         sliding = _rope((nested.sliding_attention if nested else None) or RawRope(), local_theta, positions)
     else:
         sliding = _rope(nested.sliding_attention, theta, positions) if nested and nested.sliding_attention else full
+    factored = any(isinstance(each, FactoredRope) for each in (full, sliding))
+    if factored and not (longrope and sliding is full):
+        raise ModelError(f"rope_type 'longrope' is not supported for this architecture; supported: {', '.join(_KINDS)}")
     return Ropes(
         *(
             full,
@@ -174,9 +182,7 @@ def _rope(raw: RawRope, default_theta: float, positions: int) -> Rope:
         case "longrope":
             return _longrope(raw, theta, positions)
         case other:
-            raise ModelError(
-                f"rope_type {other!r} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope"
-            )
+            raise ModelError(f"rope_type {other!r} is not supported; supported: {', '.join(_KINDS)}, longrope")
 
 
 def _yarn(raw: RawRope, theta: float, positions: int) -> YarnRope:
@@ -197,14 +203,17 @@ def _yarn(raw: RawRope, theta: float, positions: int) -> YarnRope:
 
 
 def _longrope(raw: RawRope, theta: float, positions: int) -> FactoredRope:
-    """Behind the length that was trained first, keys that are cached would have been rotated by other factors."""
-    original = raw.original_max_position_embeddings or positions
+    """Behind the length that was trained first, keys that are cached would have been rotated by other factors. Some
+    configs say that length elsewhere: they are refused, for they would be read as models of one length."""
+    if not raw.short_factor or min(raw.short_factor) <= 0:
+        raise ModelError("rope_type longrope needs short_factor: a positive number for each frequency")
+    original = raw.original_max_position_embeddings
+    if original is None or original < 2:
+        raise ModelError(f"rope_type longrope: original_max_position_embeddings {original} is no number above 1")
     factor = positions / original if raw.factor is None else raw.factor
     magnitude = raw.attention_factor
     if magnitude is None:
         magnitude = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
-    if not raw.short_factor or min(raw.short_factor) <= 0:
-        raise ModelError("rope_type longrope needs short_factor: a positive number for each frequency")
     return FactoredRope(theta, tuple(raw.short_factor), magnitude)
 
 

@@ -18,7 +18,7 @@ from services.worker.models.compressed.names import library_name
 from services.worker.models.config import ModelError
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName
-from services.worker.speculation.settings import SpeculationSettings
+from services.worker.speculation.settings import Method, SpeculationSettings
 from tests.support.models.quantised_files import blocks, fp8, mx
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.library_situations import prompt
@@ -158,16 +158,19 @@ def put_numbers(state: dict[str, Tensor], name: str, numbers: Tensor) -> None:
 
 
 @pytest.mark.features("speculative", "chunked prefill", "preemption")
-def test_drafts_chunks_and_preemption_change_no_text(model: TinyModel) -> None:
-    ngram = SpeculationSettings(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
-    driver = Driver(tiny_backend(model.path, dtype="float32", ops="native", speculation=ngram), budget=17, speculate=3)
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft"])
+def test_drafts_chunks_and_preemption_change_no_text(model: TinyModel, tmp_path: Path, method: Method) -> None:
+    drafter = str(make_model("llama", tmp_path).path) if method == "draft" else None
+    drafts = SpeculationSettings(method=method, num_speculative_tokens=3, prompt_lookup_min=1, model=drafter)
+    driver = Driver(tiny_backend(model.path, dtype="float32", ops="native", speculation=drafts), budget=17, speculate=3)
     prompts = [[5, 60, 17, 33, 90, 8, 44] * 5, [9], PROMPT]
     sequences = [driver.add(tokens, 12) for tokens in prompts]
     while len(sequences[2].output) < 5:
         driver.step()
     driver.preempt(sequences[2])
     driver.run()
-    assert [sequence.output for sequence in sequences] == [model.greedy(tokens, 12) for tokens in prompts]
+    said = [sequence.output for sequence in sequences]
+    assert said == right(model, prompts, said)
     assert driver.drafted > 0
 
 
@@ -232,6 +235,9 @@ def test_what_does_not_combine_is_refused_at_start(model: TinyModel, tmp_path: P
         tiny_backend(model.path, loras=LoraSettings((("a", tmp_path),), 1, 8, False))
     with pytest.raises(ModelError, match="enable_prompt_embeds: experts are chosen by tokens"):
         tiny_backend(model.path, prompt_embeds=True)
+    itself = SpeculationSettings(method="draft", num_speculative_tokens=2, model=str(model.path))
+    with pytest.raises(ModelError, match=r"a model with compressed keys \(DeepseekV4ForCausalLM\) drafts for no other"):
+        tiny_backend(model.path, speculation=itself)
     medusa = SpeculationSettings(method="medusa", num_speculative_tokens=2, model=str(tmp_path))
     with pytest.raises(ModelError, match="speculative method medusa: DeepseekV4ForCausalLM takes drafts by ngram"):
         tiny_backend(model.path, speculation=medusa)

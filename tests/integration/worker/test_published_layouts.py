@@ -4,8 +4,9 @@ those of `transformers` on the same numbers."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ from services.worker.models.lora.slots import LoraSettings
 from services.worker.models.sharding import LayerShard, shard_of
 from services.worker.ops.torch_ops import PlainLinear, TorchOps
 from shared.ids import ModelName
-from tests.support.models.published_layouts import HEADS, LAYOUTS, make_published, write_published_adapter
+from tests.support.models.published_layouts import (
+    HEADS,
+    LAYOUTS,
+    PublishedModel,
+    make_published,
+    write_published_adapter,
+)
 from tests.support.models.quantised_files import awq, gptq
 from tests.support.models.tiny_models import POSITIONS
 from tests.support.worker.library_situations import check_mixed_batch, check_resumed_sequences, prompt
@@ -33,6 +40,13 @@ from tests.support.worker.recorded_logits import assert_logits_agree, record_log
 from tests.support.worker.tiny_backend import tiny_backend
 
 OUTPUT = 4
+Made = Callable[[str], PublishedModel]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The checkpoint of a layout, which is written once."""
+    return cache(lambda name: make_published(name, tmp_path_factory.mktemp("published")))
 
 
 @pytest.fixture
@@ -41,16 +55,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_logits_are_those_of_the_library(name: str, tmp_path: Path, recorded: list[Tensor]) -> None:
-    model = make_published(name, tmp_path)
+def test_logits_are_those_of_the_library(name: str, made: Made, recorded: list[Tensor]) -> None:
+    model = made(name)
     backend = tiny_backend(model.path, ops="native")
     assert "transformers" not in backend.rank.decoder.ops_name
     assert_logits_agree(backend, model, prompt(70), OUTPUT, recorded, budget=32)
 
 
 @pytest.mark.parametrize("name", ["InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)"])
-def test_batches_and_shared_prefixes(name: str, tmp_path: Path) -> None:
-    model = make_published(name, tmp_path)
+def test_batches_and_shared_prefixes(name: str, made: Made) -> None:
+    model = made(name)
     backend = tiny_backend(model.path, ops="native")
     check_mixed_batch(model, backend)
     backend.reset()
@@ -69,9 +83,9 @@ def test_batches_and_shared_prefixes(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_adapters_have_the_published_names(
-    name: str, ends: tuple[str, ...], tmp_path: Path, recorded: list[Tensor]
+    name: str, ends: tuple[str, ...], made: Made, tmp_path: Path, recorded: list[Tensor]
 ) -> None:
-    model = make_published(name, tmp_path)
+    model = made(name)
     merged = write_published_adapter(model, tmp_path / "adapter", ends)
     settings = LoraSettings(((ModelName("a"), merged.path),), 1, 8)
     backend = tiny_backend(model.path, ops="native", loras=settings)
@@ -102,9 +116,9 @@ def test_codes_have_the_published_names(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_rank_reads_what_it_reads_by_the_librarys_names(name: str, tmp_path: Path) -> None:
+def test_a_rank_reads_what_it_reads_by_the_librarys_names(name: str, made: Made) -> None:
     """Of all layers, which those of a stage are some of."""
-    model = make_published(name, tmp_path)
+    model = made(name)
     config = read_model_config(model.path)
     same = "Glm4vForCausalLM" if LAYOUTS[name].reference == "GlmConfig" else "LlamaForCausalLM"
     for rank, ranks in ((0, 1), (1, 2), (3, 4) if config.num_heads == HEADS else (0, 2)):
@@ -155,41 +169,75 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         ("InternLMForCausalLM", {"rotary": {"type": "other"}}, "rotary type 'other' is not supported"),
         (
             "MiniCPMForCausalLM",
-            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
+            {
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0],
+                    "original_max_position_embeddings": 64,
+                }
+            },
             "short_factor has 1 numbers, 16 rotated elements half as many",
         ),
         ("MiniCPMForCausalLM", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type longrope needs short_factor"),
+        (
+            "MiniCPMForCausalLM",
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}},
+            "rope_type longrope: original_max_position_embeddings None is no number above 1",
+        ),
+        ("MiniCPMForCausalLM", {"sparse_config": {"dense_len": -1}}, "sparse_config: dense_len -1 is not supported"),
         ("InternLM2ForCausalLM", {"rope_scaling": {"type": "su"}}, "rope_type 'su' is not supported"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_its_key(
     name: str, keys: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
-    own = {"architectures": [name], **LAYOUTS[name].config, **keys}
-    (tmp_path / "config.json").write_text(json.dumps(own))
     with pytest.raises(ModelError, match=rf"config\.json: .*{complaint}"):
-        read_model_config(tmp_path)
+        described(tmp_path, name, **keys)
 
 
 def test_what_a_prompt_beyond_a_number_of_tokens_changes_is_served_up_to_it(tmp_path: Path) -> None:
     def positions(name: str, **keys: Any) -> int:
-        own = {"architectures": [name.partition(" ")[0]], **LAYOUTS[name].config, **keys}
-        (tmp_path / "config.json").write_text(json.dumps(own))
-        return read_model_config(tmp_path).max_positions
+        return described(tmp_path, name, **keys).max_positions
 
     assert positions("QWenLMHeadModel", seq_length=96, max_position_embeddings=512) == 96
     assert positions("TeleChat2ForCausalLM", training_seqlen=100) == 100
     assert positions("MiniCPMForCausalLM", sparse_config={"dense_len": 77}) == 77
     assert positions("InternLM2ForCausalLM", max_position_embeddings=123) == 123
     assert positions("MiniCPMForCausalLM (4)") == POSITIONS
+    assert positions("MiniCPMForCausalLM", sparse_config={}, max_position_embeddings=32768) == 8192
+
+
+def test_a_length_that_is_not_served_changes_no_rotation(tmp_path: Path) -> None:
+    """How much LongRoPE magnifies follows from both lengths of the rotation, not from where attention gets sparse."""
+    ropes = {
+        described(tmp_path, "MiniCPMForCausalLM (4)", sparse_config=sparse).layers[0].rope
+        for sparse in (None, {"dense_len": 77})
+    }
+    assert len(ropes) == 1
+
+
+def test_attention_has_biases_where_nothing_is_said(tmp_path: Path) -> None:
+    """As the published code has it: a checkpoint without them is refused, one with them would be misread."""
+    for name in ("InternLMForCausalLM", "InternLM2ForCausalLM"):
+        layout = {key: value for key, value in LAYOUTS[name].config.items() if key != "bias"}
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], **layout}))
+        config = read_model_config(tmp_path)
+        assert config.qkv_bias
+        assert config.output_bias
+
+
+def described(folder: Path, name: str, **keys: Any) -> ModelConfig:
+    own = {"architectures": [name.partition(" ")[0]], **LAYOUTS[name].config, **keys}
+    (folder / "config.json").write_text(json.dumps(own))
+    return read_model_config(folder)
 
 
 @pytest.mark.extras
 @pytest.mark.parametrize(
     "name", ["InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)", "OrionForCausalLM"]
 )
-def test_two_ranks_and_two_stages_write_the_same(name: str, tmp_path: Path, two_ranks: RankProcesses) -> None:
-    model = make_published(name, tmp_path)
+def test_two_ranks_and_two_stages_write_the_same(name: str, made: Made, two_ranks: RankProcesses) -> None:
+    model = made(name)
     limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
     prompts = [prompt(length, length) for length in (2, 33, 71)]
     for tp, stages in ((2, 1), (1, 2)):

@@ -28,6 +28,8 @@ class Published(NamedTuple):
     """As that of a `BASE` would say it."""
     changes: dict[str, Any]
     """Fields of its `ModelConfig` that are others."""
+    longest: int | None = None
+    """Tokens of the longest sequence that is computed so; None: as many as `base` says."""
 
 
 def published_config(raw: dict[str, Any], architecture: str) -> Published:
@@ -36,7 +38,7 @@ def published_config(raw: dict[str, Any], architecture: str) -> Published:
     read = PUBLISHED[architecture](raw)
     kept = {key: raw[key] for key in ("dtype", "torch_dtype", "eos_token_id") if key in raw}
     base = {key: value for key, value in (kept | read.base).items() if key != "quantization_config"}
-    return Published(base | {"architectures": [BASE]}, read.changes)
+    return read._replace(base=base | {"architectures": [BASE]})
 
 
 def _llama(raw: _Keys) -> Published:
@@ -44,7 +46,7 @@ def _llama(raw: _Keys) -> Published:
 
 
 class _RawInternLm(Struct):
-    bias: bool = False
+    bias: bool = True
     rotary: dict[str, Any] | None = None
 
 
@@ -94,6 +96,10 @@ def _orion(raw: _Keys) -> Published:
     return Published(dict(raw), {"layer_norms": True})
 
 
+class _RawSparse(Struct):
+    dense_len: int = 8192
+
+
 class _RawMiniCpm(Struct):
     hidden_size: int
     num_hidden_layers: int
@@ -102,13 +108,14 @@ class _RawMiniCpm(Struct):
     dim_model_base: float = 1.0
     num_experts: int = 0
     mixer_types: list[str] | None = None
-    sparse_config: dict[str, Any] | None = None
+    sparse_config: _RawSparse | None = None
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = True
 
 
 def _minicpm(raw: _Keys) -> Published:
-    """Sparse attention (InfLLM-V2) attends to everything up to `dense_len` tokens."""
+    """Sparse attention (InfLLM-V2) attends to everything up to `dense_len` tokens; how heads are rotated does not
+    depend on that."""
     own = msgspec.convert(raw, _RawMiniCpm)
     if own.num_experts:
         raise ModelError(f"num_experts {own.num_experts} is not supported; supported: 0")
@@ -118,10 +125,14 @@ def _minicpm(raw: _Keys) -> Published:
         raise ModelError(
             f"num_hidden_layers {own.num_hidden_layers} and dim_model_base {own.dim_model_base} have to be positive"
         )
-    positions = own.max_position_embeddings
-    if own.sparse_config is not None:
-        positions = min(positions, int(own.sparse_config.get("dense_len", positions)))
-    base = {**raw, "max_position_embeddings": positions, "tie_word_embeddings": own.tie_word_embeddings}
+    longest = None if own.sparse_config is None else own.sparse_config.dense_len
+    if longest is not None and longest < 2:
+        raise ModelError(f"sparse_config: dense_len {longest} is not supported: without sparse attention it is above 1")
+    base = {
+        **raw,
+        "max_position_embeddings": own.max_position_embeddings,
+        "tie_word_embeddings": own.tie_word_embeddings,
+    }
     return Published(
         base,
         {
@@ -129,6 +140,7 @@ def _minicpm(raw: _Keys) -> Published:
             "residual_scale": own.scale_depth / math.sqrt(own.num_hidden_layers),
             "logits_divisor": own.hidden_size / own.dim_model_base,
         },
+        longest,
     )
 
 

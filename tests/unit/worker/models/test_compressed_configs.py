@@ -3,6 +3,7 @@ where blocks hold what."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,20 @@ import pytest
 import torch
 from transformers import DeepseekV4Config
 
+from services.worker.backend import BackendError
 from services.worker.models.compressed.cache import CompressedLayout
 from services.worker.models.compressed.names import library_name
 from services.worker.models.config import Compression, ModelConfig, ModelError
+from services.worker.models.expert_parallel.settings import ExpertSettings
 from services.worker.models.hf_config import read_model_config
+from services.worker.models.hyper_connections.limits import check_compressed
+from services.worker.models.loaded_model import LoadSettings
 from services.worker.models.rope import PlainRope, YarnRope
+from services.worker.models.sharding import stage_of
 from services.worker.ops.interface import Routing
 from services.worker.ops.torch_routing import route
+from services.worker.platforms.installed import built_in_platform
+from services.worker.sim.shape import read_shape
 
 YARN = {
     "type": "yarn",
@@ -78,12 +86,52 @@ def test_what_the_library_writes_says_the_same(tmp_path: Path) -> None:
         ({"o_groups": 7}, "o_groups 7: 64 heads do not divide by it"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63: rotated are pairs"),
         ({"index_topk": 0}, "index_topk 0 is not positive"),
+        (
+            {"rope_scaling": {**YARN, "type": "longrope", "short_factor": [1.0] * 32}},
+            "rope_type 'longrope' is not supported for this architecture",
+        ),
         ({"num_experts_per_tok": 300}, "num_experts_per_tok 300: there are 256 experts"),
     ],
 )
 def test_what_cannot_be_is_refused_by_key_and_value(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):
         read(tmp_path, **{**FLASH, **changes})
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8: compressed keys are kept in the model's dtype"),
+        ({"attention": "flash-attn"}, "attention flash-attn: it knows no compressed keys"),
+        ({"on_layer": print}, "kv_connector: not for a model with compressed keys"),
+        ({"group": object()}, "data_parallel_size: not for a model with compressed keys"),
+        ({"shared_rows": 64}, "enable_sp: not for a model with compressed keys"),
+        ({"context_rows": 64}, "prefill_context_parallel_size: not for a model with compressed keys"),
+        ({"experts": ExpertSettings(parallel=True)}, "enable_expert_parallel: not for a model with compressed keys"),
+    ],
+)
+def test_what_it_is_not_combined_with_is_refused_by_the_setting(
+    tmp_path: Path, settings: dict[str, Any], complaint: str
+) -> None:
+    config = read(tmp_path, **FLASH)
+    chosen = LoadSettings(folder=tmp_path, platform=built_in_platform("cpu"))
+    check_compressed(chosen, config, stage_of(config, 0, 1), None)
+    with pytest.raises(ModelError, match=complaint):
+        check_compressed(replace(chosen, **settings), config, stage_of(config, 0, 1), None)
+
+
+def test_layers_that_choose_experts_by_tokens_are_of_the_first_stage(tmp_path: Path) -> None:
+    config = read(tmp_path, **FLASH)
+    chosen = LoadSettings(folder=tmp_path, platform=built_in_platform("cpu"))
+    check_compressed(chosen, config, stage_of(config, 1, 2, (3, 40)), None)
+    with pytest.raises(ModelError, match="pp-layers: layer 2 chooses experts by tokens, which only the first stage"):
+        check_compressed(chosen, config, stage_of(config, 1, 2, (2, 41)), None)
+
+
+def test_it_is_not_simulated(tmp_path: Path) -> None:
+    read(tmp_path, **FLASH)
+    with pytest.raises(BackendError, match="the simulation knows no models with compressed keys"):
+        read_shape(tmp_path, "auto")
 
 
 @pytest.mark.parametrize(

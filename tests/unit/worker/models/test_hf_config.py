@@ -41,6 +41,8 @@ GEMMA3 = {
     "rope_local_base_freq": 10_000.0,
 }
 
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+
 
 def read(tmp_path: Path, base: dict[str, Any] = LLAMA, **changes: Any) -> ModelConfig:
     config = {key: value for key, value in {**base, **changes}.items() if value is not ...}
@@ -169,6 +171,10 @@ def test_numbers_that_make_logits_no_numbers_are_refused_of_every_model(tmp_path
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is set"),
         ({"rope_scaling": {"rope_type": "su"}}, "rope_type 'su' is not supported"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type longrope needs short_factor"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "rope_scaling": {**LONGROPE, "short_factor": [1.0] * 8}},
+            "rope_type 'longrope' is not supported for this architecture",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_type 'linear' needs factor"),
         ({"rope_parameters": {"rope_type": 3}}, "rope_parameters: Expected `str | null`, got `int`"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
