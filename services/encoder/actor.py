@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -37,11 +37,13 @@ from shared.messages.encoder import (
     TokenTimes,
     WrittenTokens,
 )
+from shared.models.library_builds import first_line
 
 log = logging.getLogger(__name__)
 
 Tower = ImageTower | AudioTower | SoundTower | PromptTower
 Reader = ImageDecoder | SampleReader | TokenReader
+Computed = TypeVar("Computed")
 
 MAX_PENDING = 64
 """Images that are being encoded or wait for it; further ones are refused."""
@@ -136,7 +138,7 @@ class EncoderActor(Actor):
 
     async def background(self) -> None:
         """Encodes what waits, until it is cancelled: a file is decoded while the tower computes another. Raises what
-        encoding raises that is a bug."""
+        decoding or keeping rows raises that is a bug."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(AT_ONCE):
                 tasks.create_task(self._encode_in_turn())
@@ -160,7 +162,7 @@ class EncoderActor(Actor):
             pixels = await self._decoder.decode(question)
             if question.written is not None:
                 return await self._align(pixels, question.written)
-            rows = await asyncio.get_running_loop().run_in_executor(self._thread, self._tower.encode, pixels)
+            rows = await self._computed(self._tower.encode, pixels)
             kept = await self._rows.keep(image, rows)
         except (ImageRefused, TowerUnusable, RowsUnkept) as error:
             metrics.IMAGES.labels("refused").inc()
@@ -185,9 +187,18 @@ class EncoderActor(Actor):
         """Raises TowerUnusable."""
         if not isinstance(self._tower, AudioTower):
             raise TowerUnusable("times of tokens are those of models that write down what is said")
-        return TokenTimes(
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._tower.times, window, written)
-        )
+        return TokenTimes(await self._computed(self._tower.times, window, written))
+
+    async def _computed(self, compute: Callable[..., Computed], *given: Any) -> Computed:
+        """What the tower makes of an input, on its thread. Raises TowerUnusable for whatever the library raises over
+        it: what strangers send ends no process, and would be sent again to the next one."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, compute, *given)
+        except TowerUnusable:
+            raise
+        except Exception as error:
+            log.exception("the tower failed")
+            raise TowerUnusable(f"the model's tower does not take it: {first_line(error)}") from None
 
     def _count_hit(self) -> None:
         self._hits += 1

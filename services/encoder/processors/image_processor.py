@@ -15,8 +15,8 @@ from services.encoder.processors.image_texts import TEXTS, ImageText, PixtralTex
 from shared.models.image_models import ImageModel
 from shared.models.tokenizer_files import load_tokenizer
 
-_OF_TEXTS = (
-    *("num_crops", "num_patches", "rows", "cols", "aspect_ratios", "grids", "tile_grid", "num_soft_tokens_per_image"),
+_OF_TEXTS = frozenset(
+    ("num_crops", "num_patches", "rows", "cols", "aspect_ratios", "grids", "tile_grid", "num_soft_tokens_per_image")
 )
 """What processors of images say for the text alone."""
 _COUNTED = "batch_num_images"

@@ -97,7 +97,7 @@ class PatchProcessor:
 
     def _sizes(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of an image, and with its black."""
-        limit = self._most
+        limit = min(self._most, self.size["longest_edge"] // self.patch_size**2)
         own, padded = self._scaled(height, width, limit)
         while math.prod(padded) > self.size["longest_edge"] and limit > 1:
             limit = max(min(limit, math.prod(own) // self.patch_size**2) - 1, 1)

@@ -288,6 +288,22 @@ async def test_what_cannot_be_an_image_is_refused(
         assert len(await encoder.rows(picture(0))) == IMAGE_TOKENS
 
 
+async def test_an_image_over_which_the_tower_fails_is_refused_and_the_next_one_encoded(
+    memory_bus: MemoryBus, model: ImageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [ValueError("no such shape\nof a tile"), RuntimeError("not enough memory"), KeyError("rows")]
+
+    def fail(**_: object) -> None:
+        raise errors.pop(0)
+
+    async with running(memory_bus, model) as encoder:
+        with monkeypatch.context() as broken:
+            broken.setattr(encoder.actor._tower._model, "get_image_features", fail)
+            for why in ("no such shape", "not enough memory", "'rows'"):
+                assert await encoder.why(picture(0)) == f"the model's tower does not take it: {why}"
+        assert torch.equal(await encoder.rows(picture(0)), model.rows(picture(0)))
+
+
 async def test_a_decoder_that_is_killed_is_replaced(model: ImageModel) -> None:
     decoder = ImageDecoder(60.0)
     try:

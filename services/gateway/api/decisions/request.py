@@ -103,10 +103,10 @@ def _chat(fields: DecisionFields, messages: list[Message], question: str) -> Cha
 def _messages(given: str | list[Item]) -> list[Message]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    if not given:
-        raise invalid("input", "[] is not allowed; at least one message is needed")
     turns = Turns()
     add_items([_spelled(item, f"input[{i}]") for i, item in enumerate(given)], "input", turns)
+    if not turns.messages:  # reasoning without a text is none
+        raise invalid("input", f"{len(given)} items without a message are not allowed; at least one is needed")
     return turns.messages
 
 

@@ -35,6 +35,7 @@ def question(**fields: Any) -> dict[str, Any]:
         ({"questions": [{**ASKED, "instructions": [IMAGE]}]}, "questions[0].instructions[0].type", "image"),
         ({"questions": [{**ASKED, "instructions": [{"type": "x"}]}]}, "questions[0].instructions[0]", "input_text"),
         ({"input": []}, "input", "at least one"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "at least one"),
         ({"input": [{"role": "judge", "content": "a"}]}, "input[0].role", "judge"),
         ({"input": [{"role": "user", "content": [{"type": "input_json", "data": 1}]}]}, "input[0].content[0].data", ""),
         ({"input": "a" * 200_000, "questions": [ASKED] * 100}, "questions", "whole input"),
