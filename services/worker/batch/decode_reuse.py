@@ -65,15 +65,12 @@ class DecodeReuse:
         if rows.max_context + 2 > self._sequences.tokens.shape[1]:  # somebody's context is full
             return None
         ends, room, blocks = rows.context_lens + 1, before.room, self._sequences.blocks
-        grown = [place for place, item in enumerate(work) if item.blocks]
+        grown = blocks.append_new(before.batch.sampled_indices, work)
         if grown:
-            for place in grown:
-                item = work[place]
-                blocks.append(int(before.batch.sampled_indices[place]), item.sequence, item.blocks)
             room = blocks.room(before.batch.sampled_indices)
         if (ends > room).any():
             raise BrokenPlan(f"{work[int((ends > room).argmax())]}: its blocks are full")
-        return self._moved_on(before, work, ends, room, tables_changed=bool(grown))
+        return self._moved_on(before, work, ends, room, tables_changed=grown)
 
     def _moved_on(
         self, before: _Before, work: tuple[SequenceWork, ...], ends: Int32s, room: Int32s, *, tables_changed: bool

@@ -1,12 +1,13 @@
 """What a rank knows of its sequences, in arrays by sequence index, and how a plan becomes one flat batch.
 
-Owns token histories, block tables and sampling parameters; the only writer is the backend's compute thread. No loop
-here runs over tokens; those over a step's sequences only look things up.
+Owns token histories, block tables and sampling parameters; written by the thread that prepares steps, but for drawn
+tokens, which the one that computes puts where they were announced. No loop here runs over tokens; those over a step's
+sequences only look things up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,9 @@ class SequenceTable:
         # One token more than the context: the last one drawn is remembered, though never computed. Untouched pages
         # take no memory.
         self.tokens: Int32s = np.zeros((max_sequences, max_model_len + 1), dtype=np.int32)
-        """[sequences, width] what each sequence holds. Written by nobody else, as all arrays here."""
+        """[sequences, width] what each sequence holds. Written by nobody else, as all arrays here, but by the library's
+        steps of decodes, which put what they draw where `advance` has announced it. These read tokens and block tables
+        where they lie: none of the two is ever replaced by another array."""
         self.lengths: Int32s = np.zeros(max_sequences, dtype=np.int32)
         """[sequences] tokens known, or being drawn; keys and values of the last one are not computed yet."""
         self.prompt_lengths: Int32s = np.zeros(max_sequences, dtype=np.int32)
@@ -176,9 +179,7 @@ class SequenceTable:
         seq_indices = np.array([self._seq_index(item.sequence) for item in work], dtype=np.intp)
         if len(set(seq_indices.tolist())) != len(seq_indices):
             raise BrokenPlan("a sequence has two shares of one step")
-        for item in work:
-            if item.blocks:
-                self.blocks.append(self._indices[item.sequence], item.sequence, item.blocks)
+        self.blocks.append_new(seq_indices, work)
         full = self.lengths[seq_indices] >= self.tokens.shape[1]
         if full.any():
             work = tuple(work[i] for i in np.flatnonzero(~full))
@@ -403,6 +404,14 @@ class BlockTables:
         for number, table in enumerate((self.ids, *self.others)):
             table[seq_index, held : held + count] = blocks[number::groups]
         self.held[seq_index] = held + count
+
+    def append_new(self, seq_indices: Indices, work: Sequence[SequenceWork]) -> bool:
+        """Appends the new blocks of `work`, of the sequences at `seq_indices`; whether there are any. Raises as
+        `append`."""
+        grown = [place for place, item in enumerate(work) if item.blocks]
+        for place in grown:
+            self.append(int(seq_indices[place]), work[place].sequence, work[place].blocks)
+        return bool(grown)
 
     def forget_behind(self, seq_indices: Indices, positions: Int32s) -> None:
         """What no row from `positions` [Q] on reads may be somebody else's by now: the null block takes its place, so

@@ -47,7 +47,7 @@ from services.worker.ops.interface import BatchMeta
 from services.worker.sampling.sampler import SamplerOutput
 from services.worker.speculation.verification import NO_TOKENS, AcceptedTokens, sampled_rows
 from shared.messages.scheduler import SequenceFailed, StepTiming
-from shared.messages.worker import StepPlan
+from shared.messages.worker import SequenceWork, StepPlan
 
 
 class _Inputs(NamedTuple):
@@ -141,13 +141,19 @@ class HostRunner(StepRunner):
             return None
         drafts = self.rank.drafting.propose(scheduled)
         batch = sequences.batch(scheduled, None if drafts is None else drafts.on_host())
-        self._reuse.remember(plan.work, batch)
-        rank, decodes = self.rank, self._decodes if self._reuse.remembers else None
-        changed = rank.guided or rank.processors or rank.drafting.observes
-        if decodes is not None and not changed and decodes.remember(plan.work, batch):
-            self._reuse.forget()
+        self._remember(plan.work, batch)
         copies = sequences.state_copies(plan)
         return batch if copies is NO_COPIES else replace(batch, copies=copies)
+
+    def _remember(self, work: tuple[SequenceWork, ...], batch: Batch) -> None:
+        """The next step may go on with `batch`, of `work`: by one call of the library where that knows all of it."""
+        self._reuse.remember(work, batch)
+        if self._decodes is None or not self._reuse.remembers:
+            return
+        rank = self.rank
+        plain = not (rank.guided or rank.processors or rank.drafting.observes)
+        if plain and self._decodes.remember(work, batch):
+            self._reuse.forget()
 
     def _forget(self) -> None:
         """The next batch is made anew."""

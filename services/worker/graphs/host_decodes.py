@@ -114,16 +114,14 @@ class HostDecodeRun:
 
     def _append(self, work: tuple[SequenceWork, ...]) -> None:
         blocks = self._sequences.blocks
-        for seq_index, item in zip(self.seq_indices.tolist(), work, strict=True):
-            if item.blocks:
-                blocks.append(seq_index, item.sequence, item.blocks)
+        blocks.append_new(self.seq_indices, work)
         self._room = blocks.room(self.seq_indices)
         self._count_left()
 
     @property
     def _full(self) -> bool:
         """Whether somebody's context is."""
-        return int(self._ends.max()) + self._steps + 1 >= len(self._sequences.tokens[0])
+        return int(self._ends.max()) + self._steps + 1 >= self._sequences.tokens.shape[1]
 
     def _count_left(self) -> None:
         """Steps until somebody's blocks, or context, are full."""
@@ -133,11 +131,8 @@ class HostDecodeRun:
     def _point(self, batch: Batch, choices: SamplingBatch) -> object:
         """Fills in the call; what it points to."""
         call, sequences, rows = self.call, self._sequences, batch.rows
-        call.rows, call.sequences, call.positions = (
-            len(self.sampled),
-            _address(rows.seq_indices),
-            _address(rows.positions),
-        )
+        call.rows = len(self.sampled)
+        call.sequences, call.positions = _address(rows.seq_indices), _address(rows.positions)
         call.tokens, call.width = _address(sequences.tokens), sequences.tokens.shape[1]
         call.tables, call.table_width = _address(sequences.block_tables), sequences.block_tables.shape[1]
         if not choices.features & Feature.RANDOM:
@@ -176,8 +171,8 @@ class HostDecodes:
         self._run = None
 
     def remember(self, work: tuple[SequenceWork, ...], batch: Batch) -> bool:
-        """`batch`, of `work`, is one that `DecodeReuse` goes on with, and nothing changes its tokens, or observes them.
-        Whether `next` goes on with it."""
+        """`batch`, of `work`, is one that `DecodeReuse` goes on with, and nothing changes its logits, or observes what
+        is drawn. Whether `next` goes on with it."""
         self._run = HostDecodeRun(work, batch, self._sequences, self._template) if self._knows(batch) else None
         return self._run is not None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,6 +108,35 @@ def test_what_the_call_does_not_know_is_computed_in_another_way(backend: HostRun
     sequences = everything(driver)
     driver.run()
     assert [told(each) for each in sequences] == [told(each) for each in expected]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"repetition_penalty": 1.3},
+        {"logit_bias": ((5, 3.0),)},
+        {"allowed_token_ids": (5, 6, 7)},
+        {"bad_words": ((5,),)},
+        {"logprobs": 2},
+        {"thinking_budget": 3, "thinking_end": (7,)},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_a_step_of_one_who_asks_for_more_is_not_the_librarys(
+    backend: HostRunner, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    computed, driver = count_runs(backend, monkeypatch), Driver(backend)
+    driver.add(prompt(5, 1), 6, sampling=SamplingOptions(seed=0, temperature=1.0, **asked))
+    driver.run()
+    assert computed == []
+
+
+def test_steps_are_the_librarys_once_min_tokens_are_drawn(backend: HostRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token behind them is drawn in another way: it shows that stop tokens are forbidden no longer."""
+    computed, driver = count_runs(backend, monkeypatch), Driver(backend)
+    driver.add(prompt(5, 1), 10, min_tokens=4, stop_token_ids=(2,))
+    driver.run()
+    assert len(computed) == 10 - (4 + 1)
 
 
 def test_one_that_comes_finds_the_others_where_they_are(

@@ -31,7 +31,7 @@ Level = Literal["amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "neon", "
 """Instructions that kernels may use; on x86 each level needs all that come after it there."""
 
 COMPILE_SECONDS = 300.0
-"""A compiler that takes longer is stopped (a loaded machine takes 30)."""
+"""A compiler that takes longer is stopped (two free cores take 25; with twenty processes on them 160 were seen)."""
 LOCK_PAUSE = 0.1
 """Seconds between two looks whether another process has compiled."""
 

@@ -1,4 +1,5 @@
-"""Several matrices of one shape, and rows that are multiplied with one of them each, in one job of the threads."""
+"""Several matrices of one shape, and rows that are multiplied with one of them each, in one job of the threads; and how
+a mixture's router chooses among them."""
 
 from __future__ import annotations
 
@@ -71,15 +72,21 @@ class NativeExperts(NamedTuple):
 
 def rule_of(routing: Routing, experts: int) -> library.RouterRule:
     """How one of so many `experts` is chosen; points to the routing's bias."""
+    assert knows_router(routing), "a pass with such a router is made of single operations"
     return library.RouterRule(
         *(experts, routing.chosen, routing.scoring == "sigmoid", routing.renormalised, address_of(routing.bias)),
         *(routing.scale, routing.groups, routing.chosen_groups),
     )
 
 
+def knows_router(routing: Routing) -> bool:
+    """Whether the library chooses experts so: by softmax or sigmoid, and not by a table."""
+    return routing.given is None and routing.scoring != "sqrtsoftplus"
+
+
 def choose_experts(kernels: NativeKernels, logits: Tensor, routing: Routing) -> Picks:
     """See `Ops.choose_experts`; by PyTorch where the library knows no such router."""
-    if routing.given is not None or routing.scoring == "sqrtsoftplus":
+    if not knows_router(routing):
         return route(logits, routing)
     logits, (rows, count) = logits.float().contiguous(), logits.shape
     picks = Picks(torch.empty(rows, routing.chosen), torch.empty(rows, routing.chosen, dtype=torch.int64))

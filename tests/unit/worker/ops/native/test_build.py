@@ -13,7 +13,7 @@ import torch
 
 from services.worker.ops.interface import OpsUnavailable
 from services.worker.ops.native import build, library
-from services.worker.ops.native.build import BuildError, best_level, library_path, runnable_levels
+from services.worker.ops.native.build import BuildError, Level, best_level, library_path, runnable_levels
 from services.worker.ops.native.kernels import NativeKernels
 from services.worker.ops.native.native_ops import NativeOps
 from tests.support.worker.native_batches import CPU, native, random
@@ -27,9 +27,10 @@ touch "$2"
 """Makes an empty file of what it is asked for, and takes its time."""
 
 
-def test_the_library_says_which_instructions_it_uses() -> None:
-    for level in runnable_levels():
-        assert NativeKernels(1, level).instructions == level
+@pytest.mark.parametrize("level", runnable_levels())
+def test_the_library_says_which_instructions_it_uses(level: Level) -> None:
+    """One by one: where none is compiled yet, all of them take a busy machine longer than one test may."""
+    assert NativeKernels(1, level).instructions == level
 
 
 def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
