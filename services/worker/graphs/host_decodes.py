@@ -121,7 +121,8 @@ class HostDecodeRun:
     @property
     def _full(self) -> bool:
         """Whether somebody's context is."""
-        return int(self._ends.max()) + self._steps + 1 >= self._sequences.tokens.shape[1]
+        width: int = self._sequences.tokens.shape[1]
+        return int(self._ends.max()) + self._steps + 1 >= width
 
     def _count_left(self) -> None:
         """Steps until somebody's blocks, or context, are full."""
