@@ -15,15 +15,11 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from services.encoder.processors.pixel_scale import CLIP_DEVIATION, CLIP_MEAN, PixelScale, Triple
-
-
-class _RawCanvasTile(Struct):
-    height: int
-    width: int
+from services.encoder.processors.square_tiles import TileSize, cut_into_tiles, tile_side
 
 
 class _RawCanvas(Struct):
-    size: _RawCanvasTile = field(default_factory=lambda: _RawCanvasTile(512, 512))
+    size: TileSize = field(default_factory=lambda: TileSize(512, 512))
     crop_to_patches: bool = True
     max_patches: int = 12
     resample: int = 3
@@ -41,18 +37,15 @@ class CanvasProcessor:
         """Reads `preprocessor_config.json`. Raises OSError, msgspec's errors, and ValueError for tiles that are no
         squares."""
         raw = msgspec.json.decode((folder / "preprocessor_config.json").read_bytes(), type=_RawCanvas)
-        if raw.size.height != raw.size.width or raw.size.height < 1 or raw.max_patches < 1:
-            found = f"size {raw.size.height} by {raw.size.width} and max_patches {raw.max_patches}"
-            raise ValueError(f"preprocessor_config.json: {found} are not allowed; at least one square tile is needed")
-        self._most, self._side = raw.max_patches if raw.crop_to_patches else 1, raw.size.height
+        self._side = tile_side(raw.size, raw.max_patches)
+        self._most = raw.max_patches if raw.crop_to_patches else 1
         self._scale = PixelScale(raw.resample, raw.rescale_factor, raw.image_mean, raw.image_std)
 
     def __call__(self, image: Any, *, return_tensors: str = "pt") -> dict[str, Tensor]:
         """`image`: Pillow's. `pixel_values`: [tiles, 3, side, side]; `num_patches`: [tiles], the whole among them."""
         side = self._side
         columns, lines = self._tiles(image.width, image.height)
-        laid = self._scale.scaled(image, columns * side, lines * side)
-        tiles = laid.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 0, 3, 4).flatten(0, 1)
+        tiles = cut_into_tiles(self._scale.scaled(image, columns * side, lines * side), side)
         if lines * columns > 1:
             tiles = torch.cat((tiles, self._scale.scaled(image, side, side)[None]))
         return {"pixel_values": tiles, "num_patches": torch.tensor([len(tiles)])}

@@ -17,6 +17,7 @@ from msgspec import Struct, field
 from torch import Tensor
 
 from services.encoder.processors.pixel_scale import HALF, PixelScale, Triple
+from services.encoder.processors.square_tiles import cut_into_tiles
 
 _BICUBIC = 3
 
@@ -89,9 +90,8 @@ class PatchProcessor:
         (height, width), (high, wide) = self._sizes(image.height, image.width)
         pixels = np.zeros((high, wide, 3), np.uint8)
         pixels[:height, :width] = np.asarray(image.resize((width, height), self._scale.resample))
-        patches = self._scale.numbers(pixels).unfold(1, side, side).unfold(2, side, side)
         return {
-            "pixel_values": patches.permute(1, 2, 0, 3, 4).flatten(0, 1),
+            "pixel_values": cut_into_tiles(self._scale.numbers(pixels), side),
             "image_grid_thw": torch.tensor([[1, high // side, wide // side]]),
         }
 

@@ -16,17 +16,14 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor
 
+from services.encoder.processors.square_tiles import TileSize, cut_into_tiles, tile_side
+
 Size = tuple[int, int]
 """Height and width."""
 
 
-class _RawTile(Struct):
-    height: int
-    width: int
-
-
 class _RawTiles(Struct):
-    size: _RawTile = field(default_factory=lambda: _RawTile(336, 336))
+    size: TileSize = field(default_factory=lambda: TileSize(336, 336))
     max_patches: int = 16
     resize_to_max_canvas: bool = False
     resample: int = 2
@@ -44,10 +41,7 @@ class TileProcessor:
         """Reads `preprocessor_config.json`. Raises OSError, msgspec's errors, and ValueError for tiles that are no
         squares."""
         raw = msgspec.json.decode((folder / "preprocessor_config.json").read_bytes(), type=_RawTiles)
-        if raw.size.height != raw.size.width or raw.size.height < 1 or raw.max_patches < 1:
-            found = f"size {raw.size.height} by {raw.size.width} and max_patches {raw.max_patches}"
-            raise ValueError(f"preprocessor_config.json: {found} are not allowed; at least one square tile is needed")
-        self._raw, self._side = raw, raw.size.height
+        self._raw, self._side = raw, tile_side(raw.size, raw.max_patches)
         self._canvases = canvases(raw.max_patches, self._side)
 
     def __call__(self, image: Any, *, return_tensors: str = "pt") -> dict[str, Tensor]:
@@ -59,8 +53,7 @@ class TileProcessor:
         pixels = np.zeros((*canvas, 3), np.uint8)
         pixels[:height, :width] = np.asarray(image.resize((width, height), self._raw.resample))
         lines, columns = canvas[0] // self._side, canvas[1] // self._side
-        tiles = self._numbers(pixels).unfold(1, self._side, self._side).unfold(2, self._side, self._side)
-        tiles = tiles.permute(1, 2, 0, 3, 4).flatten(0, 1)
+        tiles = cut_into_tiles(self._numbers(pixels), self._side)
         if lines * columns > 1:
             whole = self._numbers(np.asarray(image.resize((self._side, self._side), self._raw.resample)))
             tiles = torch.cat((tiles, whole[None]))

@@ -104,6 +104,11 @@ def echoed_logprobs(
     return CompletionLogprobs([name], [None], [None], [0]).followed_by(rest)
 
 
+def logprobs_by_id(position: PositionLogprobs) -> dict[int, float]:
+    """Returns those of the chosen token and the reported ones, by token id."""
+    return {text.token_id: max(text.logprob, MIN_LOGPROB) for text in (*position.top, position.chosen)}
+
+
 def prompt_logprobs(positions: Iterable[PositionLogprobs], top: int) -> list[dict[str, Any] | None]:
     """Returns vLLM's `prompt_logprobs`: for each token of the prompt, itself and the `top` most likely ones, by token
     id. The first entry is None."""

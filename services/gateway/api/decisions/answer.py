@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from services.gateway.api.decisions.questions import ChoiceQuestion, Predicate, Question, ScoreQuestion, options
-from services.gateway.api.logprobs import MIN_LOGPROB
+from services.gateway.api.logprobs import logprobs_by_id
 from services.gateway.api.response import ChoiceState, ResponseHeader, usage
 
 
@@ -17,7 +17,7 @@ def decisions_answer(
     answers = []
     for question, choice in zip(questions, choices, strict=True):
         [position] = choice.logprobs
-        found = {text.token_id: max(text.logprob, MIN_LOGPROB) for text in (*position.top, position.chosen)}
+        found = logprobs_by_id(position)
         answers.append(_answer(question, [found[letter] for letter in letters[: options(question)]]))
     return {"model": header.model, "answers": answers, "usage": _usage(choices)}
 

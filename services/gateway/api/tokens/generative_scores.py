@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from services.gateway.api.completions import CompletionFields, completion_request
 from services.gateway.api.errors import RequestError, decode_body, invalid, renamed
 from services.gateway.api.generation import GenerationRequest, RequestLimits
-from services.gateway.api.logprobs import MIN_LOGPROB
+from services.gateway.api.logprobs import logprobs_by_id
 from services.gateway.api.prompts import token_prompt
 from services.gateway.api.response import ChoiceState, ResponseHeader, usage
 from shared.messages.model_card import ModelCard
@@ -101,7 +101,7 @@ def scores_answer(header: ResponseHeader, choices: list[ChoiceState], asked: Gen
 
 def _score(choice: ChoiceState, asked: GenerativeScoreRequest) -> float:
     [position] = choice.logprobs
-    found = {text.token_id: max(text.logprob, MIN_LOGPROB) for text in (*position.top, position.chosen)}
+    found = logprobs_by_id(position)
     first, *others = (found[label] for label in asked.labels)
     if not asked.softmax:
         return math.exp(first)
