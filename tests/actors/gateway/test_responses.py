@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -91,6 +92,28 @@ async def test_tools_and_reasoning_are_items(memory_bus: MemoryBus) -> None:
         results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "dry"} for call in calls]
         turns: Any = [{"role": "user", "content": HELLO}, *whole.output, *results]
         assert (await create(stack, input=turns, tools=TOOLS)).status == "completed"
+
+
+async def test_reasoning_is_left_out_where_a_client_says_so(memory_bus: MemoryBus) -> None:
+    text = "<think>Which city?</think>\n\nLet me look.\n"
+    async with speaking(memory_bus, text, Dialect("hermes", "qwen3")) as stack:
+        asked: Any = {"extra_body": {"include_reasoning": False}}
+        whole = await create(stack, **asked)
+        events = await streamed(stack, **asked)
+        for response in (whole, events[-1].response):
+            assert [item.type for item in response.output] == ["message"]
+            assert (response.status, response.output_text) == ("completed", "Let me look.\n")
+        assert not [event.type for event in events if "reasoning" in event.type]
+
+
+async def test_a_client_may_name_a_response_that_is_not_stored(stack: GatewayStack) -> None:
+    named: Any = {"extra_body": {"request_id": "resp_mine", "session_id": "monday"}, "max_output_tokens": 3}
+    twice = await asyncio.gather(create(stack, **named), create(stack, **named))
+    assert [(response.id, response.output_text) for response in twice] == [("resp_mine", said(3))] * 2
+    events = await streamed(stack, **named)
+    assert {event.response.id for event in (events[0], events[-1])} == {"resp_mine"}
+    with pytest.raises(openai.BadRequestError, match="request_id"):
+        await create(stack, extra_body={"request_id": "mine and yours"})
 
 
 class Weather(BaseModel):

@@ -68,6 +68,13 @@ async def test_a_response_is_found_again_and_goes_on_at_another_gateway(memory_b
         assert (newest.data[0].id, newest.has_more) == (items[-1].id, True)
 
 
+async def test_a_stored_response_has_an_id_of_its_own(stack: GatewayStack) -> None:
+    with pytest.raises(openai.BadRequestError, match="`store` is false") as refused:
+        await create(stack, extra_body={"request_id": "resp_mine"})
+    assert refused.value.param == "request_id"
+    assert (await create(stack, store=False, extra_body={"request_id": "resp_mine"})).id == "resp_mine"
+
+
 async def test_what_is_not_to_be_stored_is_not(stack: GatewayStack) -> None:
     response = await create(stack, store=False)
     assert not response.store

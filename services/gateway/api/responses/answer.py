@@ -24,7 +24,7 @@ def response_object(
 ) -> dict[str, Any]:
     """Returns a response. `choice`: what there is of it; None: nothing. `error`: why it failed."""
     return {
-        "id": header.id,
+        "id": header.shown_id or header.id,
         "object": "response",
         "created_at": header.created,
         "status": status,

@@ -111,6 +111,7 @@ class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -120,6 +121,9 @@ class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    request_id: str | None = None
+    session_id: str | None = None
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
     conversation: Any = None
     prompt: Any = None
@@ -128,12 +132,16 @@ class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     image: Any = None
     access_programs: Any = None
     background_options: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
+    watermarking: Any = None
 
 
 _SHARED = (
     *("model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "seed", "stop", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "priority"),
     *("cache_salt", "enable_prefix_caching", "structured_outputs", "vllm_xargs", "stream", "parallel_tool_calls"),
+    *("stop_token_ids", "include_reasoning", "request_id", "media_io_kwargs", "mm_processor_kwargs", "watermarking"),
 )
 """Fields that a chat has with the same meaning."""
 _UNSUPPORTED = {

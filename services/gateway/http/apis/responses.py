@@ -92,7 +92,8 @@ class ResponsesEndpoint(GeneratingEndpoint):
         generation = self._admitted(call, asked.generation)
         generation = await self._table.images.filled(generation)
         details = await self._table.tokenizer.prompt_details(generation)
-        header = ResponseHeader("responses", f"resp_{secrets.token_hex(24)}", int(time.time()), generation.served_name)
+        identity, own = f"resp_{secrets.token_hex(24)}", generation.request_id or ""
+        header = ResponseHeader("responses", identity, int(time.time()), generation.served_name, shown_id=own)
         self._log(call, generation, header)
         if self._background is not None and asked.background:
             queued = await self._background.start(call, body, asked, generation, header)
@@ -133,6 +134,8 @@ class ResponsesEndpoint(GeneratingEndpoint):
         stored = self._store is not None and asked.store is not False
         if asked.background and not stored:
             raise invalid("background", "background can only be used when `store` is true, and there is a database")
+        if stored and asked.generation.request_id is not None:
+            raise invalid("request_id", "only allowed where `store` is false: a stored response needs an id of its own")
         return replace(asked, store=stored, echoed=asked.echoed | {"store": stored}), body
 
     async def _history(self, call: Call, body: bytes) -> bytes | None:

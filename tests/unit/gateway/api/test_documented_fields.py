@@ -26,7 +26,10 @@ from tests.unit.gateway.api.test_every_field import CARD, ENDPOINTS, LIMITS, TOO
 SCORED = {"query": "is it?", "items": ["yes", "no"], "label_token_ids": [3, 4]}
 PLAIN_RESPONSE = {"model": "demo", "input": "hi"}
 RESPONSE_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
-UNSUPPORTED_RESPONSES = sorted({"context_management", "access_programs", "moderation", "background_options", "image"})
+UNSUPPORTED_RESPONSES = sorted(
+    {"context_management", "access_programs", "moderation", "background_options", "image", "media_io_kwargs"}
+    | {"mm_processor_kwargs", "watermarking"}
+)
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
 RESPONSES: dict[str, Case] = {
     "model": Case("adapter"),
@@ -73,6 +76,9 @@ RESPONSES: dict[str, Case] = {
     "structured_outputs": Case({"regex": "a"}),
     "chat_template_kwargs": Case({"a": 1}),
     "vllm_xargs": Case({"begin": 1}),
+    "stop_token_ids": Case([5]),
+    "include_reasoning": Case(False),
+    "request_id": Case("mine"),
     "conversation": Case("conv_1"),
     "prompt": Case({"id": "x"}),
     **dict.fromkeys(UNSUPPORTED_RESPONSES, Case("x")),
@@ -279,7 +285,9 @@ def chat_batch(body: bytes) -> Any:
 def test_each_field_changes_the_request_or_is_refused_by_name(
     struct: type[msgspec.Struct], cases: dict[str, Case], read: Callable[[bytes], Any], plain: dict[str, Any]
 ) -> None:
-    idle = {"prompt_cache_key", "prompt_cache_options", "safety_identifier"} if struct is DecisionFields else set()
+    idle = {"session_id"} if struct is ResponsesFields else set()
+    if struct is DecisionFields:
+        idle = {"prompt_cache_key", "prompt_cache_options", "safety_identifier"}
     assert set(struct.__struct_fields__) - idle == cases.keys()
     for name, (value, beside) in cases.items():
         base = {**plain, **beside}
