@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from itertools import chain
 from typing import Any
 
 import httpx2
@@ -37,8 +38,12 @@ def stack(request: pytest.FixtureRequest) -> RunningStack:
 
 
 async def first_token(client: AsyncOpenAI, model: str, messages: Any, letters: str) -> tuple[list[float], Any]:
-    """How likely each letter is as the first token of a chat's answer, and what the chat counted."""
-    ids = [await token_of(client, model, letter) for letter in letters]
+    """How likely each letter is as the first token of a chat's answer, with or without a space, and what the chat
+    counted."""
+    of_letters = [
+        [*await one_token(client, model, each), *await one_token(client, model, f" {each}")] for each in letters
+    ]
+    ids = list(chain.from_iterable(of_letters))
     more = {"logprob_token_ids": ids, "return_tokens_as_token_ids": True, "ignore_eos": True}
     more["chat_template_kwargs"] = {"enable_thinking": False}
     chat: Any = await client.chat.completions.create(
@@ -46,15 +51,16 @@ async def first_token(client: AsyncOpenAI, model: str, messages: Any, letters: s
     )
     [position] = chat.choices[0].logprobs.content
     found = {each.token: each.logprob for each in (*position.top_logprobs, position)}
-    return [math.exp(found[f"token_id:{token}"]) for token in ids], chat.usage
+    return [sum(math.exp(found[f"token_id:{token}"]) for token in tokens) for tokens in of_letters], chat.usage
 
 
-async def token_of(client: AsyncOpenAI, model: str, text: str) -> int:
+async def one_token(client: AsyncOpenAI, model: str, text: str) -> list[int]:
+    """The token that is this text; none where it takes several."""
     url = str(client.base_url).removesuffix("/v1/")
     async with httpx2.AsyncClient(base_url=url, timeout=60) as http:
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        [token] = (await http.post("/tokenize", json=body)).raise_for_status().json()["tokens"]
-    return int(token)
+        tokens = (await http.post("/tokenize", json=body)).raise_for_status().json()["tokens"]
+    return tokens if len(tokens) == 1 else []
 
 
 async def test_each_answer_is_made_of_the_letters_probabilities(stack: RunningStack, client: AsyncOpenAI) -> None:

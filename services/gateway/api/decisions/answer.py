@@ -11,14 +11,19 @@ from services.gateway.api.response import ChoiceState, ResponseHeader, usage
 
 
 def decisions_answer(
-    header: ResponseHeader, choices: list[ChoiceState], questions: tuple[Question, ...], letters: tuple[int, ...]
+    header: ResponseHeader,
+    choices: list[ChoiceState],
+    questions: tuple[Question, ...],
+    letters: tuple[tuple[int, ...], ...],
 ) -> dict[str, Any]:
-    """Returns the body. `letters`: the token id of each option's letter, in their order."""
+    """Returns the body. `letters`: the token ids of each option's letter, in their order."""
     answers = []
     for question, choice in zip(questions, choices, strict=True):
         [position] = choice.logprobs
         found = logprobs_by_id(position)
-        answers.append(_answer(question, [found[letter] for letter in letters[: options(question)]]))
+        answers.append(
+            _answer(question, [_sum([found[token] for token in each]) for each in letters[: options(question)]])
+        )
     return {"model": header.model, "answers": answers, "usage": _usage(choices)}
 
 
@@ -44,6 +49,12 @@ def _answer(question: Question, logprobs: list[float]) -> dict[str, Any]:
             ]
             score = sum(i * share for i, share in enumerate(shares))
             return {"type": "score", "name": name, "score": score, "probabilities": listed, "confidence": confidence}
+
+
+def _sum(logprobs: list[float]) -> float:
+    """The logarithm of what their probabilities make together."""
+    most = max(logprobs)
+    return most + math.log(sum(math.exp(each - most) for each in logprobs))
 
 
 def _shares(logprobs: list[float]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -33,7 +34,7 @@ class DecisionsEndpoint(GeneratingEndpoint):
         assert isinstance(asked, DecisionRequest)
         generation = self._admitted(call, asked.generation)
         letters = await self._letters(generation, asked.letters)
-        sampling = replace(generation.sampling, logprob_token_ids=letters)
+        sampling = replace(generation.sampling, logprob_token_ids=tuple(chain.from_iterable(letters)))
         generation = replace(generation, sampling=sampling)
         own = generation.request_id
         identity, shown = f"{PREFIX}-{secrets.token_hex(12)}", "" if own is None else f"{PREFIX}-{own}"
@@ -44,8 +45,9 @@ class DecisionsEndpoint(GeneratingEndpoint):
             body = decisions_answer(header, response.choices, asked.questions, letters)
             await self._finish(call, call.respond_json(body))
 
-    async def _letters(self, generation: GenerationRequest, letters: str) -> tuple[int, ...]:
-        """The token that each letter is behind a prompt; all prompts end in the same way. Raises RequestError."""
+    async def _letters(self, generation: GenerationRequest, letters: str) -> tuple[tuple[int, ...], ...]:
+        """The tokens that each letter is behind a prompt, alone and with a space before it, as answers begin in some
+        templates; all prompts end in the same way. Raises RequestError."""
         tokenizer, slots = self._table.tokenizer, asyncio.Semaphore(MAX_AT_ONCE)
         whole = await tokenizer.prompt_ids(generation, generation.prompts[0])
         end = await tokenizer.text(generation.model, whole[-END_TOKENS:])
@@ -54,8 +56,12 @@ class DecisionsEndpoint(GeneratingEndpoint):
             async with slots:
                 return await tokenizer.prompt_ids(generation, TextPrompt(text, add_special_tokens=False))
 
-        before, *found = await asyncio.gather(ids(end), *(ids(end + letter) for letter in letters))
-        tokens = [each[-1] for each in found if each[:-1] == before]
-        if len(set(tokens)) < len(letters):
+        written = [space + letter for letter in letters for space in ("", " ")]
+        before, *found = await asyncio.gather(ids(end), *(ids(end + text) for text in written))
+        tokens = [each[-1] if each[:-1] == before else None for each in found]
+        of_letters = [
+            {token for token in pair if token is not None} for pair in zip(tokens[::2], tokens[1::2], strict=True)
+        ]
+        if not all(of_letters) or len(set().union(*of_letters)) < sum(map(len, of_letters)):
             raise invalid("model", f"its tokenizer has no token for each of the letters A to {letters[-1]} of options")
-        return tuple(tokens)
+        return tuple(tuple(sorted(each)) for each in of_letters)

@@ -1,15 +1,20 @@
-"""Bodies of `/v1/decisions` that are refused, by the field at fault."""
+"""Bodies of `/v1/decisions` that are refused, by the field at fault; and what an answer is made of."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
+from services.gateway.api.decisions.answer import decisions_answer
+from services.gateway.api.decisions.questions import Level, Predicate, ScoreQuestion
 from services.gateway.api.decisions.request import read_decisions
 from services.gateway.api.errors import RequestError
+from services.gateway.api.response import ChoiceState, ResponseHeader
+from shared.messages.gateway import LogprobText, PositionLogprobs
 from tests.unit.gateway.api.test_every_field import CARD, LIMITS
 
 ASKED: dict[str, Any] = {"type": "predicate", "instructions": "Is it?"}
@@ -57,3 +62,17 @@ def test_images_are_refused() -> None:
     body = {"input": [{"role": "user", "content": [IMAGE]}], "questions": [ASKED]}
     with pytest.raises(RequestError, match="an image in a decision is not supported"):
         read_decisions(msgspec.json.encode(body), [sees], LIMITS)
+
+
+def test_a_letter_is_as_likely_as_its_tokens_together() -> None:
+    """Where a tokenizer has a token for a letter alone and one for it behind a space."""
+    told = {3: 0.1, 4: 0.2, 5: 0.3, 6: 0.05}
+    found = [LogprobText("", b"", math.log(share), token) for token, share in told.items()]
+    choice = ChoiceState(0, 0, logprobs=[PositionLogprobs(found[0], tuple(found[1:]))])
+    header = ResponseHeader("decision", "id", 0, "demo")
+    body = decisions_answer(header, [choice], (Predicate(instructions="Is it?"),), ((3, 4), (5,)))
+    assert body["answers"][0]["probability"] == pytest.approx(0.3 / 0.6)
+    three = ScoreQuestion(instructions="How?", levels=[Level("a"), Level("b"), Level("c")])
+    [answer] = decisions_answer(header, [choice], (three,), ((3, 4), (5,), (6,)))["answers"]
+    assert answer["score"] == pytest.approx((0.3 + 2 * 0.05) / 0.65)
+    assert answer["confidence"] == pytest.approx(0.3)
