@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deploy.errors import CommandError
 from services.worker.measure.roofline.wire import shape_file, shape_names
-from shared.config import process_environment
+from shared.config import cache_folder
 from shared.ids import ModelName
 from shared.models.gguf_header import GgufError, check_gguf
 from shared.models.hub_download import HubModel
@@ -71,8 +71,10 @@ def _converted(file: Path) -> Path:
     CommandError."""
     stat = file.stat()
     state = f"{_CONVERSION} {file} {stat.st_size} {stat.st_mtime_ns}"
-    base = process_environment().get("XDG_CACHE_HOME")
-    cache = (Path(base) if base else Path.home() / ".cache") / "baton" / "gguf"
+    try:
+        cache = cache_folder("gguf")
+    except OSError as error:
+        raise CommandError(f"{error} or XDG_CACHE_HOME") from None
     folder = cache / f"{file.stem}-{blake2b(state.encode(), digest_size=8).hexdigest()}"
     if not folder.is_dir():
         try:

@@ -234,6 +234,21 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def home_folder() -> Path:
+    """This user's. Raises OSError where there is none: a uid of a container need not have an entry in /etc/passwd."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise FileNotFoundError(f"user {os.getuid()} has no home: set HOME") from None
+
+
+def cache_folder(name: str) -> Path:
+    """The folder of this name among those that this user's processes keep things in. Raises OSError where the user has
+    no home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else home_folder() / ".cache") / "baton" / name
+
+
 def replace_environment(environment: Mapping[str, str]) -> None:
     """Gives this process another environment, of a program that runs in it from now on."""
     os.environ.clear()

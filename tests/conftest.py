@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hypothesis
 import numpy as np
@@ -140,6 +140,18 @@ def own_nats(tmp_path: Path) -> Iterator[NatsServer]:
     """A real nats-server of the test's own, to be killed and restarted at will."""
     with nats_server(tmp_path) as server:
         yield server
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This user has no home, as one of a container whose uid no /etc/passwd knows."""
+
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for variable in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import typer
 
 from deploy.errors import CommandError
 from deploy.supervisor.state_file import StackState, default_run_dir, is_held, read_state
+from shared.config import home_folder
 
 Name = Annotated[str, typer.Option("--name", help="Name of the stack.", envvar="BATON_NAME")]
 RunDir = Annotated[
@@ -36,7 +37,9 @@ def run_dir_of(name: str, run_dir: Path | None) -> Path:
     if run_dir is not None:
         return run_dir.expanduser().absolute()
     try:
-        return default_run_dir(name, Path.home())
+        return default_run_dir(name, home_folder())
+    except OSError as error:
+        raise CommandError(f"{error}, or give --run-dir", status=2) from None
     except ValueError as error:
         raise CommandError(str(error), status=2) from None
 

@@ -110,15 +110,23 @@ def end_strays(run_dir: Path) -> None:
 
 
 def end_processes(processes: list[ProcessIdentity]) -> None:
-    """SIGTERM, and SIGKILL to who is still there after END_DEADLINE."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + END_DEADLINE
-        processes = [each for each in processes if each.lives]
-        for each in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each.pid, number)
-        while any(each.lives for each in processes) and time.monotonic() < deadline:
-            time.sleep(END_POLL)
+    """SIGTERM, and SIGKILL to who is still there after END_DEADLINE; and to what each leaves of its group, as a shell
+    its command."""
+    living = [each for each in processes if each.lives]
+    for each in living:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each.pid, signal.SIGTERM)
+    _wait_for_end(living)
+    for each in living:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(each.pid, signal.SIGKILL)
+    _wait_for_end(living)
+
+
+def _wait_for_end(processes: list[ProcessIdentity]) -> None:
+    deadline = time.monotonic() + END_DEADLINE
+    while any(each.lives for each in processes) and time.monotonic() < deadline:
+        time.sleep(END_POLL)
 
 
 def _others(run_dir: Path) -> Iterator[tuple[str, ProcessIdentity]]:

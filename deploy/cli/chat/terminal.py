@@ -19,7 +19,7 @@ from deploy.cli.chat.command import print_plain
 from deploy.cli.chat.conversation import Chat
 from deploy.cli.chat.markdown import show_markdown
 from deploy.errors import CommandError
-from shared.config import process_environment
+from shared.config import home_folder, process_environment
 from shared.private_files import PRIVATE_FOLDER, private_opener
 
 KEYS = "Enter sends, Alt-Enter begins a new line, Ctrl-C breaks an answer off, Ctrl-D ends; /help says what else."
@@ -150,8 +150,8 @@ def _keys() -> KeyBindings:
 def _input_history() -> History:
     """What was typed before, in the user's state folder, for the owner alone; none where that cannot be had."""
     state = process_environment().get("XDG_STATE_HOME")
-    path = (Path(state) if state else Path.home() / ".local" / "state") / "baton" / "chat_history"
     try:
+        path = (Path(state) if state else home_folder() / ".local" / "state") / "baton" / "chat_history"
         path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER)
         os.close(private_opener(path, os.O_WRONLY | os.O_CREAT))
     except OSError:

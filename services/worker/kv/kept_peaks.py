@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from shared.config import process_environment
+from shared.config import cache_folder
 from shared.private_files import replace_private
 
 MAX_KEPT = 128
@@ -27,24 +27,18 @@ _CPU_INFO = Path("/proc/cpuinfo")
 def kept_peak(parts: tuple[object, ...], measure: Callable[[], int]) -> int:
     """The bytes that `measure` found with the same `parts` before, by this code on this kind of machine; else what it
     finds now. `parts` are told apart by their texts."""
-    folder = kept_folder("profiles")
-    path = folder / key_of(parts)
+    key = key_of(parts)
     with suppress(OSError, ValueError):
-        found = int(path.read_text())
+        found = int((cache_folder("profiles") / key).read_text())
         if 0 < found < _MAX_BYTES:
             return found
     found = measure()
     with suppress(OSError):
+        folder = cache_folder("profiles")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_private(path, str(found).encode())
+        replace_private(folder / key, str(found).encode())
         forget_oldest(folder, MAX_KEPT)
     return found
-
-
-def kept_folder(name: str) -> Path:
-    """The folder of this name among those that this user's workers keep things in."""
-    base = process_environment().get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "baton" / name
 
 
 def forget_oldest(folder: Path, most: int) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from services.worker.kv.kept_peaks import forget_oldest, kept_folder
+from services.worker.kv.kept_peaks import forget_oldest
 from services.worker.models.weight_sharing.shared_arena import NotShared, progress_of
+from shared.config import cache_folder
 from shared.private_files import private_opener
 
 STALL_TIMEOUT = 60.0
@@ -44,8 +45,8 @@ class WeightHolders:
 
 
 def holders_folder() -> Path:
-    """Where the files are."""
-    return kept_folder("weights")
+    """Where the files are. Raises OSError where this user has no home."""
+    return cache_folder("weights")
 
 
 @contextmanager

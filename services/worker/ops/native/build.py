@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, get_args
 
-from shared.config import process_environment
+from shared.config import cache_folder, process_environment
 
 Level = Literal["amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "neon", "portable"]
 """Instructions that kernels may use; on x86 each level needs all that come after it there."""
@@ -158,9 +158,8 @@ def _key(level: Level) -> str:
 
 def _cache_folder() -> Path:
     """The user's own, readable by nobody else's code: what lies there gets loaded."""
-    base = process_environment().get("XDG_CACHE_HOME")
-    folder = (Path(base) if base else Path.home() / ".cache") / "baton" / "native"
     try:
+        folder = cache_folder("native")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder
     except OSError as refused:

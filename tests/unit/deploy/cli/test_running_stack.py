@@ -22,3 +22,8 @@ def test_stacks_of_other_names_are_named_where_the_one_meant_does_not_run(
             running_stack("default", None)
         with pytest.raises(CommandError, match="baton up"):
             running_stack("default", tmp_path / "elsewhere")
+
+
+def test_a_user_without_a_home_has_to_say_where_the_stack_is(homeless: None) -> None:
+    with pytest.raises(CommandError, match=r"user [0-9]+ has no home: set HOME, or give --run-dir"):
+        running_stack("default", None)

@@ -9,6 +9,8 @@ import torch
 
 from services.worker.kv import kept_peaks
 from services.worker.kv.kept_peaks import MAX_KEPT, kept_peak
+from services.worker.models.weight_sharing.holders import holders_of
+from services.worker.models.weight_sharing.shared_arena import NotShared
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +60,13 @@ def test_where_nothing_can_be_kept_it_is_measured(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert kept_peak(("model",), lambda: 1000) == 1000
     assert kept_peak(("model",), lambda: 2000) == 2000
+
+
+def test_for_a_user_without_a_home_it_is_measured(homeless: None) -> None:
+    assert kept_peak(("model",), lambda: 1000) == 1000
+    assert kept_peak(("model",), lambda: 2000) == 2000
+    with (
+        pytest.raises(NotShared, match="processes cannot be found: user [0-9]+ has no home: set HOME"),
+        holders_of("k"),
+    ):
+        pass

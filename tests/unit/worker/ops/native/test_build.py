@@ -63,6 +63,17 @@ def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, 
         NativeOps(CPU, torch.float32)
 
 
+def test_for_a_user_without_a_home_libraries_lie_in_a_folder_that_nobody_else_may_enter(
+    homeless: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(build, "_compilers", lambda level: [["false"]])
+    with pytest.raises(BuildError, match="false exited with 1"):
+        library_path("portable")
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_what_a_compiler_complains_of_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "_compilers", lambda level: [["false"], ["/nonexistent/c++"]])
