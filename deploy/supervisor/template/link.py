@@ -36,7 +36,9 @@ TEMPLATE = "template"
 SERVICE_TEMPLATE = "service-template"
 """Forks all that needs no PyTorch, and does not carry it about."""
 FORK_TIMEOUT = 5.0
-"""Seconds. A fork takes 10 ms, 100 on a machine that is overloaded; a template that takes longer is given up."""
+"""Seconds. A fork takes 10 ms, 100 on a machine that is overloaded; a template that takes longer is given up. Nothing
+else is looked after meanwhile, so that one that stands still is not waited for."""
+_LOOK_EVERY = 0.1
 REPORT_TIMEOUT = 1.0
 """Seconds from the end of a forked process to the template's word on how it ended."""
 WARM_TIMEOUT = 60.0
@@ -118,8 +120,10 @@ class TemplateProcess:
             log.warning("not forked", extra={"error": str(error)})
             return None
         while self._control is not None and self._forked is None and self._warm and time.monotonic() < deadline:
-            select.select([self._control], [], [], deadline - time.monotonic())
+            answered, _, _ = select.select([self._control], [], [], _LOOK_EVERY)
             self.read()
+            if not answered and self._stands_still:
+                break
         if self._forked is not None:
             return ForkedProcess(self, self._forked)
         if not self._refused:
@@ -171,6 +175,15 @@ class TemplateProcess:
             self._process.wait()
             self._process = None
         self._warm = False
+
+    @property
+    def _stands_still(self) -> bool:
+        """Whether it was stopped, by a signal or a debugger; where the kernel does not say so it was not."""
+        with contextlib.suppress(OSError):
+            if self._process is not None:
+                status = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+                return status[0] in "Tt"
+        return False
 
     def _readable(self) -> None:
         self.read()
