@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 from services.gateway.api.errors import STATUS, RequestError
 from services.gateway.api.generation import GenerationRequest
 from shared import topics
-from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout
+from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout, ReplyTooLarge
 from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import (
     Decode,
@@ -42,7 +42,8 @@ class PromptDetails(NamedTuple):
 
 class TokenizerClient:
     """Sends questions to any tokenizer of a model. Every failure is an RequestError: 400 for a prompt that the
-    tokenizer refuses, 413 for one too large for the bus, 429 where too many long ones wait, 503 without an answer."""
+    tokenizer refuses, 413 for one too large for the bus, and for an answer that is, 429 where too many long ones wait,
+    503 without an answer."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -52,7 +53,7 @@ class TokenizerClient:
         topic = topics.tokenizer_requests(model.name)
         try:
             answer: TokenizerReply = await self._bus.request(topic, question, TokenizerReply, ANSWER_TIMEOUT)
-        except PayloadTooLarge as error:
+        except (PayloadTooLarge, ReplyTooLarge) as error:
             raise RequestError(413, str(error), param="body", code="too_large") from None
         except (NoResponders, ReplyTimeout, ReplyError) as error:
             raise RequestError(

@@ -39,6 +39,13 @@ class ReplyError(BusError):
     """The responder could not decode the request, or its reply could not be decoded."""
 
 
+class ReplyTooLarge(ReplyError):
+    """The reply is larger than the server takes (`max_payload`), and was not sent."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(f"the answer has {size} bytes, the bus takes {limit} at most")
+
+
 @dataclass(frozen=True, slots=True)
 class Undelivered:
     """A message published with `confirm=True` that had no subscriber. Handed to the `on_undelivered` callback."""
@@ -122,7 +129,7 @@ class Bus(Protocol):
 
     async def request(self, topic: Topic[M], message: M, reply_type: Any, timeout: float) -> Any:
         """Sends a request and returns the reply, decoded as `reply_type`. Raises NoResponders, ReplyTimeout,
-        ReplyError, PayloadTooLarge."""
+        ReplyError, ReplyTooLarge, PayloadTooLarge."""
 
     def on_undelivered(self, handler: UndeliveredHandler) -> None:
         """Sets the handler of confirmed messages that had no subscriber. There is one handler; without it they are

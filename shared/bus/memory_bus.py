@@ -19,6 +19,7 @@ from shared.bus import (
     PayloadTooLarge,
     ReplyError,
     ReplyTimeout,
+    ReplyTooLarge,
     Responder,
     Tap,
     Undelivered,
@@ -210,6 +211,8 @@ class MemoryBus:
             raise ReplyTimeout(topic.subject) from None
         if isinstance(answer, ReplyError):
             raise answer
+        if len(answer) > self._max_payload:
+            raise ReplyTooLarge(len(answer), self._max_payload)
         return decode(answer, reply_type)
 
     def on_undelivered(self, handler: UndeliveredHandler) -> None:

@@ -25,6 +25,7 @@ from shared.bus import (
     PayloadTooLarge,
     ReplyError,
     ReplyTimeout,
+    ReplyTooLarge,
     Responder,
     Tap,
     UndeliveredHandler,
@@ -50,6 +51,7 @@ M = TypeVar("M")
 log = logging.getLogger(__name__)
 
 ERROR_REPLY = "Baton-Error"
+TOO_LARGE_REPLY = "Baton-Reply-Bytes"
 
 
 class NatsSubscription:
@@ -186,7 +188,7 @@ class NatsBus:
         async def answer(message: M, reply: str) -> None:
             answered = await responder(message)
             if reply:
-                await self._client.publish(reply, encode(answered))
+                await self._reply(reply, encode(answered))
 
         async def received(msg: Msg) -> None:
             try:
@@ -199,6 +201,14 @@ class NatsBus:
 
         return await self._subscribe(topic, received)
 
+    async def _reply(self, subject: str, payload: bytes) -> None:
+        """One that is too large is not waited for: whoever asked is told so, and earlier releases that it failed."""
+        if (size := len(payload)) > self._client.max_payload:
+            headers = {ERROR_REPLY: f"the reply has {size} bytes", TOO_LARGE_REPLY: str(size)}
+            await self._client.publish(subject, b"", headers=headers)
+        else:
+            await self._client.publish(subject, payload)
+
     async def _subscribe(self, topic: Topic[Any], received: Callable[[Msg], Awaitable[None]]) -> NatsSubscription:
         subject = self._prefix + topic.subject
         return NatsSubscription(await self._client.subscribe(subject, queue=topic.queue or "", cb=received))
@@ -206,6 +216,8 @@ class NatsBus:
     async def request(self, topic: Topic[M], message: M, reply_type: Any, timeout: float) -> Any:
         """See `Bus.request`."""
         msg = await self._request(self._prefix + topic.subject, self._payload(topic, message), timeout)
+        if msg.headers and TOO_LARGE_REPLY in msg.headers:
+            raise ReplyTooLarge(int(msg.headers[TOO_LARGE_REPLY]), self._client.max_payload)
         if msg.headers and ERROR_REPLY in msg.headers:
             raise ReplyError(f"{topic.subject}: {msg.headers[ERROR_REPLY]}")
         try:

@@ -8,14 +8,15 @@ import socket
 import pytest
 
 from shared import topics
-from shared.bus import Bus, EndpointError, NoResponders, PayloadTooLarge, ReplyTimeout, Undelivered
+from shared.bus import Bus, EndpointError, NoResponders, PayloadTooLarge, ReplyTimeout, ReplyTooLarge, Undelivered
 from shared.bus.codec import encode
 from shared.bus.concurrent_requests import MAX_REQUESTS
 from shared.bus.nats_bus import NatsBus
 from shared.bus.nats_connection import NatsOptions, connect
-from shared.ids import Attempt, EngineId, GatewayId, RequestId
+from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
 from shared.messages.gateway import RequestFailed
 from shared.messages.scheduler import Cancel, Probe, ProbeReply
+from shared.messages.tokenizer import Decode, DecodeReply
 from shared.topics import Topic
 from tests.support.cluster.nats_server import NatsServer
 
@@ -289,6 +290,17 @@ async def test_a_message_over_the_limit_is_a_named_error(any_bus: Bus) -> None:
         await any_bus.publish(topics.gateway_inbox(GatewayId("g")), too_large)
     assert error.value.limit == 2**20
     assert error.value.size > 2**20
+
+
+async def test_who_asked_is_told_that_the_answer_is_over_the_limit(any_bus: Bus) -> None:
+    topic = topics.tokenizer_requests(ModelName("m"))
+
+    async def answer(request: Decode) -> DecodeReply:
+        return DecodeReply("x" * 2**20)
+
+    await any_bus.serve(topic, answer)
+    with pytest.raises(ReplyTooLarge, match=r"the answer has 1048[0-9]{3} bytes, the bus takes 1048576 at most"):
+        await any_bus.request(topic, Decode(b""), DecodeReply, DEADLINE)
 
 
 async def test_garbage_harms_nobody(any_bus: Bus) -> None:

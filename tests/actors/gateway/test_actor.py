@@ -206,6 +206,8 @@ async def test_a_prompt_larger_than_the_bus_takes_is_413() -> None:
             answer = await stack.http.post("/v1/chat/completions", json=chat("x" * 10_000, stream=stream))
             assert answer.status_code == 413
         assert (await stack.http.post("/tokenize", json={"prompt": "x" * 10_000})).status_code == 413
+        long_text = await stack.http.post("/detokenize", json={"tokens": [0] * 2300})
+        assert (long_text.status_code, long_text.json()["error"]["code"]) == (413, "too_large")
     await bus.close()
 
 
