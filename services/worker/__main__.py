@@ -89,8 +89,8 @@ def run_rank(config: WorkerConfig, serve: Callable[[RankSleep], None], *program:
     try:
         _serve(config, serve, sleep)
     except BaseException:
-        # What is excluded from collection (by the template, and once a model is loaded) is never freed, and Triton's
-        # nanobind would list it as leaked: 40 lines behind the reason why this process ends.
+        # What is excluded from collection once a model is loaded is never freed, and Triton's nanobind would list it as
+        # leaked: 40 lines behind the reason why this process ends.
         gc.unfreeze()
         raise
     if sleep.next_level is not None:

@@ -110,11 +110,17 @@ def run_job(job: Job, program: ModuleType | None) -> None:
     write_to(job.output)
     replace_environment(job.request.environment)
     sys.argv[1:] = job.request.argv
-    if program is None or program.__file__ is None:
-        run_module(job.request.module, run_name="__main__", alter_sys=True)
-    else:
-        sys.argv[0], sys.modules["__main__"] = program.__file__, program
-        program.main()
+    try:
+        if program is None or program.__file__ is None:
+            run_module(job.request.module, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[0], sys.modules["__main__"] = program.__file__, program
+            program.main()
+    except BaseException:
+        # What is excluded from collection is never freed, and Triton's nanobind would list it as leaked: 40 lines
+        # behind the reason why this process ends.
+        gc.unfreeze()
+        raise
 
 
 def _warm(modules: Sequence[str], flags: Sequence[str]) -> dict[str, ModuleType]:
