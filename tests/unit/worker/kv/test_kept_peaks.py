@@ -66,7 +66,7 @@ def test_for_a_user_without_a_home_it_is_measured(homeless: None) -> None:
     assert kept_peak(("model",), lambda: 1000) == 1000
     assert kept_peak(("model",), lambda: 2000) == 2000
     with (
-        pytest.raises(NotShared, match="processes cannot be found: user [0-9]+ has no home: set HOME"),
+        pytest.raises(NotShared, match=r"processes cannot be found: user [0-9]+ has no home: set HOME"),
         holders_of("k"),
     ):
         pass
