@@ -388,9 +388,9 @@ class Stack:
 
     def _with_its_engine(self, instance: InstanceId) -> tuple[InstanceId, ...]:
         processes = [member.process for member in self.supervisor.members()]
-        engine = next((process.engine for process in processes if process.instance == instance), None)
+        engine = next((each.engine for each in processes if each.instance == instance), None)
         ours = [s.instance for s in processes if s.engine == engine and s.service != "kvstore"]
-        return tuple(ours) if engine is not None and instance in ours else (instance,)
+        return tuple(sorted(ours, key=instance.__ne__)) if engine is not None and instance in ours else (instance,)
 
     async def _start_deadline(self) -> None:
         await asyncio.sleep(self.spec.start_timeout)

@@ -55,6 +55,7 @@ class ProcessesStalled(Struct, frozen=True):
     """These processes make no progress; they are killed without a chance to drain."""
 
     instances: tuple[InstanceId, ...]
+    """The first one does not, and the others cannot go on without it."""
 
 
 class StopRequested(Struct, frozen=True):

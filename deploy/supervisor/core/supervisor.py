@@ -202,8 +202,11 @@ class Supervisor:
                 assert_never(event)
 
     def _present(self, instances: Iterable[InstanceId]) -> list[SupervisedProcess]:
+        """Nobody where the first is being ended: one of many GiB may take seconds to go, and who was started meanwhile
+        has not stalled."""
         found = {id(member): member for member in map(self.member, instances) if member is not None}
-        return [member for member in found.values() if member.state == "running"]
+        members = list(found.values())
+        return [member for member in members if member.state == members[0].state == "running"]
 
     def _record_lifecycle(self, lifecycle: Lifecycle, now: float) -> None:
         member = self.member(lifecycle.instance)

@@ -280,6 +280,15 @@ def test_a_stalled_engine_is_killed_and_started_anew() -> None:
     assert started([*stack.ends("engine-2"), *stack.ends("engine-2-rank0")]) == set(engine)
 
 
+def test_the_silence_of_a_rank_that_is_killed_and_not_yet_gone_is_no_stall_of_its_next_scheduler() -> None:
+    stack = Simulation().all_ready()
+    scheduler, rank = InstanceId("engine-1"), InstanceId("engine-1-rank0")
+    assert stack.handle(ProcessesStalled((scheduler, rank))) == [KillProcess(scheduler), KillProcess(rank)]
+    assert started(stack.ends("engine-1")) == {"engine-1"}
+    assert stack.handle(ProcessesStalled((rank, scheduler))) == []
+    assert started(stack.ends("engine-1-rank0")) == {"engine-1-rank0"}
+
+
 def test_a_process_that_survives_its_kill_is_killed_again() -> None:
     stack = Simulation().all_ready()
     stack.handle(ProcessesStalled((InstanceId("gateway-1"),)))
