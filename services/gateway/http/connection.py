@@ -123,8 +123,11 @@ class Connection(HttpToolsProtocol):
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def is_closing(self) -> bool:
-        """Returns whether the client has left, or will be disconnected."""
+        """Returns whether the client has left, or will be disconnected. Uvicorn is told so at once: it hears of the end
+        a moment later, and would answer an application that gave up meanwhile with an error, which raises."""
         closing: bool = self.transport.is_closing()
+        if closing and self.cycle is not None:
+            self.cycle.disconnected = True
         return closing
 
     def unread(self) -> int:

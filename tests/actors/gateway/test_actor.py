@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from starlette.routing import Route
 
+from services.gateway.http.connection import Connection
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, GatewayId, InstanceId
@@ -80,6 +82,33 @@ async def test_the_death_of_a_service_is_survived(stack: GatewayStack, service: 
 async def test_answers_that_are_one_body_survive_too(stack: GatewayStack) -> None:
     answer = await stack.openai.chat.completions.create(**chat("FAIL", max_tokens=8))
     assert answer.choices[0].message.content == said(8)
+
+
+async def test_a_client_that_left_just_as_its_request_came_is_given_no_answer(
+    memory_bus: MemoryBus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The transport closes a moment before the server hears of it."""
+
+    complete = Connection.on_message_complete
+
+    def closing(connection: Connection) -> None:
+        complete(connection)
+        monkeypatch.setattr(connection.transport, "is_closing", lambda: True)
+
+    monkeypatch.setattr(Connection, "on_message_complete", closing)
+    caplog.set_level(logging.INFO)
+    async with gateway_stack(memory_bus) as stack:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.server.port)
+        body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "x"}]}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        writer.write(head + b"%b" % body)
+        try:
+            await eventually(lambda: "audit" in caplog.messages)
+            writer.write_eof()
+            assert await reader.read() == b""
+        finally:
+            writer.close()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_without_a_tokenizer_a_request_waits_for_one(memory_bus: MemoryBus) -> None:
