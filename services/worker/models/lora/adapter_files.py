@@ -26,7 +26,9 @@ from shared.ids import LoraId, ModelName
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
-_BODY = r"base_model\.model\.(?:model\.language_model|model|backbone)"
+_WHOLE = r"base_model\.model\.(?:language_model\.|thinker\.)?"
+"""What stands before names of the language model; PEFT has those of all of a model with images, by its release."""
+_BODY = rf"{_WHOLE}(?:model\.language_model|model\.text_model|model|backbone)"
 _BASE = "base_model.model."
 _ANY_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
@@ -207,7 +209,7 @@ class _AdapterNames(NamedTuple):
 @lru_cache
 def _names(architecture: str) -> _AdapterNames:
     own = tensor_names(architecture)
-    layers, embedding, head = (re.escape(_BASE + each) for each in (own.layers, own.embedding, own.head))
+    layers, embedding, head = (_WHOLE + re.escape(each) for each in (own.layers, own.embedding, own.head))
     layers = rf"(?:{_BODY}\.layers|{layers})"
     embedding = rf"(?:{_BODY}\.(?:{EMBEDDING}|embeddings)|{embedding})"
     of_layer = rf"{layers}\.(\d{{1,4}})\.([A-Za-z0-9_.]+)\.lora_([AB])\.weight"

@@ -120,6 +120,14 @@ def test_a_kimi_linear_is_computed_here_and_not_by_the_simulation(tmp_path: Path
         read_shape(tmp_path, "auto")
 
 
+def test_groups_of_experts_count_where_they_are_used(tmp_path: Path) -> None:
+    grouped = {**KIMI_LINEAR_48B, "num_expert_group": 8, "topk_group": 2}
+    for used, groups in ((True, (8, 2)), (False, (1, 1))):
+        mixture = read(tmp_path, {**grouped, "use_grouped_topk": used}).mixture
+        assert mixture is not None
+        assert (mixture.groups, mixture.chosen_groups) == groups
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [

@@ -90,6 +90,31 @@ def test_files_that_are_missing_or_broken(model: TinyModel, config: ModelConfig,
         read(tmp_path, config)
 
 
+@pytest.mark.parametrize(
+    "whole",
+    [
+        "model.language_model",
+        "language_model.model",
+        "model.text_model",
+        "thinker.model",
+        "thinker.model.language_model",
+    ],
+)
+def test_names_of_a_language_model_within_another_are_read(
+    whole: str, model: TinyModel, config: ModelConfig, tmp_path: Path
+) -> None:
+    """As PEFT writes them of models that take images, by the release of `transformers`."""
+    write_adapter(model, tmp_path)
+    alone = read(tmp_path, config)
+    path = tmp_path / "adapter_model.safetensors"
+    found = {
+        name.replace("base_model.model.model.", f"base_model.model.{whole}."): t for name, t in load_file(path).items()
+    }
+    assert found.keys().isdisjoint(load_file(path))
+    save_file(found, path)
+    assert read(tmp_path, config).id == alone.id
+
+
 def test_tensors_of_wrong_shapes_names_and_values(model: TinyModel, config: ModelConfig, tmp_path: Path) -> None:
     for tensors, complaint in (
         ({"0__self_attn__q_proj__lora_A__weight": torch.ones(8, 40)}, r"has shape \[8, 40\], r and the model ask for"),

@@ -80,6 +80,7 @@ class _RawKimi(Struct, kw_only=True):
     num_expert_group: int | None = None
     n_group: int | None = None
     topk_group: int = 1
+    use_grouped_topk: bool = True
     moe_intermediate_size: int = 1024
     moe_renormalize: bool | None = None
     norm_topk_prob: bool | None = None
@@ -207,6 +208,9 @@ def _mixture(raw: _RawKimi) -> Mixture:
     chosen = first_given(raw.num_experts_per_token, raw.num_experts_per_tok, 8)
     shared = first_given(raw.num_shared_experts, raw.n_shared_experts, 1)
     groups, size = first_given(raw.num_expert_group, raw.n_group, 1), raw.moe_intermediate_size
+    chosen_groups = raw.topk_group
+    if not raw.use_grouped_topk:  # as vLLM has it, and Moonshot's files
+        groups = chosen_groups = 1
     require_positive(num_experts=experts, moe_intermediate_size=size, num_expert_group=groups)
     if shared < 0:
         raise ModelError(f"num_shared_experts {shared} is negative")
@@ -214,7 +218,7 @@ def _mixture(raw: _RawKimi) -> Mixture:
         raise ModelError(
             f"moe_router_activation_func {raw.moe_router_activation_func!r} is not supported; supported: sigmoid"
         )
-    require_groups(("num_expert_group", groups), raw.topk_group, experts, ("num_experts_per_token", chosen))
+    require_groups(("num_expert_group", groups), chosen_groups, experts, ("num_experts_per_token", chosen))
     return Mixture(
         experts=experts,
         chosen=chosen,
@@ -224,7 +228,7 @@ def _mixture(raw: _RawKimi) -> Mixture:
         shared_gated=False,
         scoring="sigmoid",
         groups=groups,
-        chosen_groups=raw.topk_group,
+        chosen_groups=chosen_groups,
         corrected=True,
         scale=raw.routed_scaling_factor,
     )
