@@ -20,11 +20,10 @@ from transformers import (
 from tests.support.models.library_models import ARCHITECTURES
 from tests.support.models.pillow_processor import pillow_processor
 from tests.support.models.tiny_images import ImageModel
+from tests.support.models.tiny_towers import MOST, PATCH, SIDE, SIGLIP, tower
 from tests.support.paths import DEMO_MODEL
 
 CohereKind = Literal["aya", "command"]
-PATCH, SIDE, MOST = 7, 28, 6
-"""Of a tile: 16 patches, of which four are a row; and most tiles."""
 TOKENS = {
     "image_token": "<|IMG_PATCH|>",
     "boi_token": "<|START_OF_IMG|>",
@@ -40,17 +39,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|>assistant{% endif %}"
 )
 """What the models' own come to, with another name of a role."""
-_TOWER: dict[str, Any] = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": SIDE,
-    "patch_size": PATCH,
-    "vision_use_head": False,
-    "initializer_range": 0.2,
-}
+_TOWER = tower(**SIGLIP)
 
 
 def make_cohere_model(folder: Path, kind: CohereKind, seed: int = 0) -> ImageModel:

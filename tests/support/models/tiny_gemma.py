@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from tests.support.models.tiny_images import ImageModel
+from tests.support.models.tiny_towers import SIGLIP, tower
 from tests.support.paths import DEMO_MODEL
 
 PATCH, SIDE, TOKENS = 14, 112, 16
@@ -43,17 +44,7 @@ _TEXT: dict[str, Any] = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-_TOWER: dict[str, Any] = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": SIDE,
-    "patch_size": PATCH,
-    "initializer_range": 0.2,
-    "vision_use_head": False,
-}
+_TOWER = tower(SIDE, PATCH, **SIGLIP)
 
 
 def make_gemma_model(folder: Path, seed: int = 0) -> ImageModel:

@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.image_utils import load_image
 
+from tests.support.models.tiny_towers import TEXT, tower
 from tests.support.paths import DEMO_MODEL
 
 SIDE, PATCH = 56, 14
@@ -47,24 +48,8 @@ TEMPLATE = (
 )
 """LLaVA 1.5's, which shows a message's images first."""
 
-_TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": POSITIONS,
-    "initializer_range": 0.2,
-}
-_TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "image_size": SIDE,
-    "patch_size": PATCH,
-    "initializer_range": 0.2,
-}
+_TEXT = {**TEXT, "max_position_embeddings": POSITIONS}
+_TOWER = tower(SIDE, PATCH, num_hidden_layers=3)
 
 
 class ImageModel(NamedTuple):

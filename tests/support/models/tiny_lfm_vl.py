@@ -11,10 +11,9 @@ from transformers import AutoTokenizer, Lfm2VlConfig, Lfm2VlForConditionalGenera
 from tests.support.models.library_models import NESTED
 from tests.support.models.pillow_processor import pillow_processor
 from tests.support.models.tiny_images import ImageModel
+from tests.support.models.tiny_towers import PATCH, SIDE
 from tests.support.paths import DEMO_MODEL
 
-PATCH, SIDE = 7, 28
-"""Of a tile: 16 patches, of which four are a row."""
 SIZES: dict[str, Any] = {
     "encoder_patch_size": PATCH,
     "tile_size": SIDE,

@@ -18,11 +18,9 @@ from transformers import (
 )
 
 from tests.support.models.tiny_images import ImageModel
-from tests.support.models.tiny_tiles import TEXT
+from tests.support.models.tiny_towers import PATCH, SIDE, TEXT, tower
 from tests.support.paths import DEMO_MODEL
 
-PATCH, SIDE = 7, 28
-"""Of a tile: 16 patches, each of which is a row."""
 SIZES = [[SIDE * height, SIDE * width] for height in (1, 2, 3) for width in (1, 2, 3)]
 MOST = "anyres_max_4"
 """Beyond so many tiles, and a fifth more, rows are scaled down."""
@@ -38,15 +36,7 @@ TEMPLATE = (
 )
 """The models' own, which shows a message's images first."""
 
-_TOWER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": SIDE,
-    "patch_size": PATCH,
-    "vision_use_head": False,
-}
+_TOWER = tower(vision_use_head=False, initializer_range=0.02)
 
 
 class _Processor(LlavaOnevisionProcessor):

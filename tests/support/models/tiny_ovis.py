@@ -15,11 +15,9 @@ from transformers import (
 )
 
 from tests.support.models.tiny_images import ImageModel
-from tests.support.models.tiny_tiles import TEXT
+from tests.support.models.tiny_towers import MOST, SIDE, TEXT, tower
 from tests.support.paths import DEMO_MODEL
 
-PATCH, SIDE, MOST = 7, 28, 6
-"""Of a tile: 16 patches, of which four are a row; and most tiles."""
 MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -29,17 +27,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """The models' own, without tools."""
-_TOWER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": SIDE,
-    "patch_size": PATCH,
-    "vocab_size": 40,
-    "hidden_stride": 2,
-    "initializer_range": 0.4,
-}
+_TOWER = tower(intermediate_size=48, vocab_size=40, hidden_stride=2, initializer_range=0.4)
 
 
 def make_ovis_model(folder: Path, seed: int = 0) -> ImageModel:

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from tests.support.models.tiny_images import ImageModel
+from tests.support.models.tiny_towers import TEXT, tower
 from tests.support.paths import DEMO_MODEL
 
 PixtralKind = Literal["mistral3", "llava"]
@@ -35,27 +36,8 @@ TEMPLATE = (
 )
 """Mistral Small 3.1's, without its system prompt and its tools."""
 
-_TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-    "sliding_window": None,
-}
-_TOWER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "head_dim": 16,
-    "image_size": MAX_SIDE,
-    "patch_size": PATCH,
-    "initializer_range": 0.2,
-}
+_TEXT = {**TEXT, "head_dim": 24, "sliding_window": None}
+_TOWER = tower(MAX_SIDE, PATCH, head_dim=16)
 
 
 def library_processor() -> Any:

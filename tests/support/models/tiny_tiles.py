@@ -27,11 +27,10 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_pixtral import PixtralKind, make_pixtral_model
+from tests.support.models.tiny_towers import PATCH, SIDE, TEXT, tower
 from tests.support.paths import DEMO_MODEL
 
 TileKind = Literal["idefics3", "smolvlm", "internvl"]
-PATCH, SIDE = 7, 28
-"""Of a tile: 16 patches, of which a row is made of four."""
 
 IDEFICS = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
@@ -51,24 +50,7 @@ INTERNVL = (
 )
 """The models' own."""
 
-TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-}
-_TOWER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": SIDE,
-    "patch_size": PATCH,
-    "initializer_range": 0.2,
-}
+_TOWER = tower()
 
 
 class _SmolVLM(SmolVLMProcessor):

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from services.encoder.processors.canvas_processor import CanvasProcessor
-from tests.support.models.tiny_cohere_vision import MOST, SIDE, command_processor
+from tests.support.models.tiny_cohere_vision import command_processor
+from tests.support.models.tiny_towers import MOST, SIDE
 
 
 def processor(folder: Path, **written: object) -> CanvasProcessor:
