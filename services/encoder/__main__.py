@@ -15,16 +15,16 @@ from services.encoder.config import EncoderConfig
 from services.encoder.image_decoder import ImageDecoder
 from services.encoder.prompt_tower import PromptTower, TokenReader
 from services.encoder.rows_keeper import RowsKeeper
-from services.encoder.sound_tower import SoundTower
+from services.encoder.sound_tower import MediaReader, OmniTower, SoundTower
 from services.encoder.tower import ImageTower, TowerUnusable
 from shared.actor import run_service
 from shared.bus import Bus
 from shared.config import load_or_exit
 from shared.error_groups import innermost
-from shared.models.audio_models import read_audio_model
+from shared.models.audio_models import read_audio_model, read_sound_model
 from shared.models.encoder_models import read_encoder_decoder
+from shared.models.image_models import hears_alone
 from shared.models.model_files import ModelNotFound, resolve_model
-from shared.models.sound_models import read_sound_model
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +34,18 @@ def build(config: EncoderConfig, folder: Path, bus: Bus) -> EncoderActor:
     audio, sounds, instance = read_audio_model(folder), read_sound_model(folder), config.instance_id()
     rows = RowsKeeper(instance, config.rows_dir, config.rows_memory, config.image_cache)
     prompts = read_encoder_decoder(folder)
-    load: Callable[[], Tower] = lambda: ImageTower(folder, config.dtype, config.max_pixels)  # noqa: E731 - one of four
-    decoder: Reader = ImageDecoder(config.decode_s)
+    load: Callable[[], Tower] = lambda: ImageTower(folder, config.dtype, config.max_pixels)  # noqa: E731 - one of five
+    images = ImageDecoder(config.decode_s)
+    decoder: Reader = images
     if prompts is not None:
         load, decoder = (lambda: PromptTower(folder, config.dtype)), TokenReader(prompts)
     elif audio is not None:
         load, decoder = (lambda: AudioTower(folder, config.dtype)), SampleReader(audio)
+    elif sounds is not None and not hears_alone(folder):
+        load, decoder = (
+            (lambda: OmniTower(folder, config.dtype, config.max_pixels)),
+            MediaReader(images, SampleReader(sounds)),
+        )
     elif sounds is not None:
         load, decoder = (lambda: SoundTower(folder, config.dtype)), SampleReader(sounds)
     return EncoderActor(bus, instance, config.model_name(), load, rows, decoder)

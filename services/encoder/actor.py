@@ -18,7 +18,7 @@ from services.encoder.core.row_table import ImageHash, image_hash
 from services.encoder.image_decoder import ImageDecoder, ImageRefused
 from services.encoder.prompt_tower import PromptTower, TokenReader
 from services.encoder.rows_keeper import RowsKeeper, RowsUnkept
-from services.encoder.sound_tower import SoundTower
+from services.encoder.sound_tower import MediaReader, SoundTower
 from services.encoder.tower import ImageTower, TowerUnusable
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
@@ -42,7 +42,7 @@ from shared.models.library_builds import first_line
 log = logging.getLogger(__name__)
 
 Tower = ImageTower | AudioTower | SoundTower | PromptTower
-Reader = ImageDecoder | SampleReader | TokenReader
+Reader = ImageDecoder | SampleReader | MediaReader | TokenReader
 Computed = TypeVar("Computed")
 
 MAX_PENDING = 64

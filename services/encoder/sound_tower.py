@@ -1,4 +1,4 @@
-"""A model's encoder of sounds and projector, by `transformers`: samples to rows that stand in place of tokens."""
+"""Encoders of sounds, by `transformers`, of models that see, too: samples to rows that stand in place of tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from services.encoder.audio_tower import Samples, read_extractor
-from services.encoder.tower import DTYPES, DtypeChoice, TowerUnusable, load_tower, own_dtype, packed_rows
+from services.encoder.audio_tower import SampleReader, Samples, read_extractor
+from services.encoder.image_decoder import DecodedFrames, ImageDecoder
+from services.encoder.image_process import DecodedImage
+from services.encoder.tower import DTYPES, DtypeChoice, ImageTower, TowerUnusable, load_tower, own_dtype, packed_rows
+from shared.messages.encoder import EncodeInput
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
-from shared.models.audio_models import SAMPLE_BYTES
-from shared.models.sound_models import read_sound_model
+from shared.models.audio_models import SAMPLE_BYTES, read_sound_model
 
 
 class SoundTower:
@@ -62,3 +65,53 @@ class SoundTower:
         hidden = tower(features, attention_mask=mask).last_hidden_state
         rows: Tensor = self._model.multi_modal_projector(hidden)[0, : int(counts[0])]
         return rows
+
+
+class MediaReader:
+    """Takes images, frames and sounds, of a model that sees and hears."""
+
+    def __init__(self, images: ImageDecoder, sounds: SampleReader) -> None:
+        self._images, self._sounds = images, sounds
+
+    async def decode(self, question: EncodeInput) -> DecodedImage | DecodedFrames | Samples:
+        """Raises ImageRefused."""
+        return await (self._sounds if question.sound else self._images).decode(question)
+
+    async def close(self) -> None:
+        """Ends what decodes images."""
+        await self._images.close()
+
+
+class OmniTower(ImageTower):
+    """Owns the towers of Qwen-Omni, and what prepares images and sounds for them. One thread at a time."""
+
+    def __init__(self, folder: Path, dtype: DtypeChoice = "auto", max_pixels: int | None = None) -> None:
+        """As ImageTower. Raises TowerUnusable."""
+        sounds = read_sound_model(folder)
+        if sounds is None:
+            raise TowerUnusable(f"{folder}: the model takes no sounds")
+        config, self._extractor = read_extractor(folder)
+        self._rate, self._padded = sounds.sample_rate, config.model_type.startswith("qwen2_5")
+        super().__init__(folder, dtype, max_pixels)
+        self.encode(Samples(bytes(SAMPLE_BYTES * self._rate // 10)))
+
+    @torch.inference_mode()
+    def encode(self, given: DecodedImage | DecodedFrames | Samples) -> PromptEmbeds:
+        """Of a sound, a row for each 40 ms (Qwen3-Omni: 80), which adds nothing behind the first layers. Raises
+        TowerUnusable where rows are no numbers."""
+        if not isinstance(given, Samples):
+            return super().encode(given)
+        samples = np.frombuffer(given.samples, np.dtype("<f4"))
+        padded: dict[str, Any] = {"padding": True, "truncation": False}
+        if self._padded:  # what lies further behind changes no frame of the sound
+            padded = {"padding": "max_length", "max_length": len(samples) + 2 * self._extractor.n_fft}
+        made = self._extractor(
+            samples, sampling_rate=self._rate, return_attention_mask=True, return_tensors="pt", **padded
+        )
+        features = self._model.get_audio_features(
+            made.input_features.to(DTYPES[self.dtype]), feature_attention_mask=made.attention_mask
+        )
+        rows = features.last_hidden_state
+        rows = pad(rows, (0, self.size - rows.shape[1]))
+        packed = packed_rows(rows, self.dtype, "sound")
+        return PromptEmbeds(dtype=self.dtype, size=self.size, rows=packed, runs=((0, len(rows)),))

@@ -64,7 +64,7 @@ class ImageTower:
         and whatever the library does."""
         from transformers import AutoConfig, AutoImageProcessor
 
-        config, processors = AutoConfig.from_pretrained(self._folder), cast("Any", AutoImageProcessor)
+        config, processors = thinking(AutoConfig.from_pretrained(self._folder)), cast("Any", AutoImageProcessor)
         self._processor: Any
         self._projects = config.model_type == "llama4"
         """Whether what the library calls features of an image are those of its tower alone."""
@@ -83,7 +83,7 @@ class ImageTower:
         self._has_axes = hasattr(self._processor, "temporal_patch_size")
         """Whether positions of rows have three axes."""
         self._frames: FramePatches | SquareFrames | None
-        self._frames = SquareFrames.of_model(config, self._processor, self._max_rows)
+        self._frames = SquareFrames.of_model(self._folder, config, self._processor, self._max_rows)
         if self._merged > 1:
             self._frames = FramePatches.of_model(self._folder, self._processor, self._max_rows, max_pixels)
             counted = self._processor.temporal_patch_size if config.model_type in _COUNT_FRAMES else 1
@@ -147,7 +147,9 @@ class ImageTower:
         image, and where a patch has one, each is a video."""
         prepared = image.inputs
         pixels = next(name for name in prepared if name.startswith("pixel_values"))
-        prepared[pixels] = prepared[pixels].to(DTYPES[self.dtype])
+        for name in (pixels, "high_res_pixel_values"):
+            if name in prepared:
+                prepared[name] = prepared[name].to(DTYPES[self.dtype])
         encode = self._model.get_image_features if pixels == "pixel_values" else self._model.get_video_features
         features = encode(**prepared)
         if self._projects:
@@ -189,7 +191,7 @@ class ImageTower:
             tokens = len(self._rows_of(prepared)[0])
             self._images.placed(prepared.tokens, tokens)
         except (KeyError, TypeError) as error:
-            why = f"preprocessor_config.json names a processor of another kind of model ({error})"
+            why = f"the processor of images is one of another kind of model ({error})"
             raise TowerUnusable(f"{self._folder}: {why}") from None
         except (ValueError, RuntimeError, IndexError) as error:
             raise TowerUnusable(f"{self._folder}: an image cannot be encoded: {error}") from None
@@ -208,6 +210,14 @@ def refusing(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise TowerUnusable(f"{folder}: {first_line(error)}") from None
+
+
+def thinking(config: Any) -> Any:
+    """The library's configuration of the part of Qwen-Omni that writes text, of that of the whole; or it itself."""
+    if (part := getattr(config, "thinker_config", None)) is None:
+        return config
+    part.dtype = part.dtype or config.dtype
+    return part
 
 
 def own_dtype(config: Any) -> EmbeddingDtype:

@@ -11,6 +11,7 @@ from services.tokenizer.core.chat_template import (
     IMAGE_ROW,
     IMAGE_TOKEN,
     IMAGE_TOKENS,
+    SOUND_TOKEN,
     VIDEO_FRAME,
     VIDEO_TOKENS,
     ChatTemplates,
@@ -44,6 +45,8 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
             tokens |= {VIDEO_FRAME: shown.frame} if how.timed else {}
         found = {key: files.tokenizer.id_to_token(token) for key, token in named}
         tokens |= {key: name for key, name in found.items() if name is not None}
+        if image.sound is not None:
+            tokens[SOUND_TOKEN] = files.tokenizer.id_to_token(image.sound) or ""
         tokens[IMAGE_TOKEN] = image.shown or tokens.get(IMAGE_ROW, "")
     pairs = None if config.score_template is None else score_template(read_template(config.score_template))
     info = tokenizer_info(files, sources.get("default"))

@@ -71,6 +71,8 @@ class EncodeInput(Struct, frozen=True, array_like=True, tag="EncodeImage"):
     """Pixels of the longer side of an image, to which a larger one is scaled down; None: it is taken as it is."""
     several: bool = False
     """Whether its chat has further images: there are models that look at each of several less closely."""
+    sound: bool = False
+    """Whether it is a sound, of a model that takes images, too."""
 
 
 class EncoderRows(Struct, frozen=True, array_like=True, tag="ImageRows"):

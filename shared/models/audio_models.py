@@ -1,22 +1,21 @@
-"""Which models write down what is said, by their configuration. No torch."""
+"""Which models write down what is said, and which take sounds beside text, by their files. No torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
 from msgspec import Struct, field
 
-from shared.messages.model_card import AudioModel
+from shared.messages.encoder import MAX_IMAGE_BYTES
+from shared.messages.model_card import AudioModel, SoundModel
+from shared.models.image_models import QWEN2_5_OMNI, QWEN2_AUDIO, QWEN3_OMNI, known_config
+from shared.models.processor_files import known_json, known_processor
 
 SAMPLE_BYTES = 4
 """Samples travel as float32, little-endian, of one channel."""
 TRANSCRIPTION_ARG = "transcription"
 """What requests ask for the rules of its answers by, in `vllm_xargs`."""
 WHISPER = "WhisperForConditionalGeneration"
-
-_R = TypeVar("_R", bound=Struct)
 
 
 class _RawWhisper(Struct):
@@ -27,7 +26,7 @@ class _RawWhisper(Struct):
     decoder_start_token_id: int = 50_258
 
 
-class _RawWhisperFeatures(Struct):
+class _RawFeatures(Struct):
     sampling_rate: int = 16_000
     chunk_length: int = 30
 
@@ -42,14 +41,27 @@ class _RawWhisperGeneration(Struct):
     max_initial_timestamp_index: int | None = None
 
 
+_SIZES = {QWEN2_AUDIO: 4096, **dict.fromkeys(QWEN2_5_OMNI, 3584), **dict.fromkeys(QWEN3_OMNI, 2048)}
+"""Elements of a row, as `transformers` has it where a configuration does not say."""
+
+
+class _RawSoundText(Struct):
+    hidden_size: int | None = None
+
+
+class _RawSoundModel(Struct):
+    architectures: tuple[str, ...] = ()
+    text_config: _RawSoundText = field(default_factory=_RawSoundText)
+
+
 def read_audio_model(folder: Path) -> AudioModel | None:
     """What `config.json` and what stands beside it say; None where there is no such file, or the model hears nothing.
     What else may be wrong with the files is for those to say who read all of them."""
-    raw = _read(folder / "config.json", _RawWhisper)
+    raw = known_json(folder / "config.json", _RawWhisper)
     if raw is None or WHISPER not in raw.architectures:
         return None
-    features = _read(folder / "preprocessor_config.json", _RawWhisperFeatures) or _RawWhisperFeatures()
-    generation = _read(folder / "generation_config.json", _RawWhisperGeneration) or _RawWhisperGeneration()
+    features = known_processor(folder, "feature_extractor", _RawFeatures) or _RawFeatures()
+    generation = known_json(folder / "generation_config.json", _RawWhisperGeneration) or _RawWhisperGeneration()
     return AudioModel(
         row_size=raw.d_model,
         rows=raw.max_source_positions,
@@ -67,8 +79,13 @@ def read_audio_model(folder: Path) -> AudioModel | None:
     )
 
 
-def _read(path: Path, kind: type[_R]) -> _R | None:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):
+def read_sound_model(folder: Path) -> SoundModel | None:
+    """The same of the sounds that its chats may have; None where there are none."""
+    raw = known_config(folder, _RawSoundModel)
+    named = None if raw is None else next((each for each in raw.architectures if each in _SIZES), None)
+    if raw is None or named is None:
         return None
+    features = known_processor(folder, "feature_extractor", _RawFeatures) or _RawFeatures()
+    size = raw.text_config.hidden_size or _SIZES[named]
+    window_s = min(features.chunk_length, MAX_IMAGE_BYTES // (SAMPLE_BYTES * features.sampling_rate))
+    return SoundModel(size, features.sampling_rate, window_s)

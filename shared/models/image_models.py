@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field, structs
 
 GEMMA = "Gemma3ForConditionalGeneration"
 QWEN2_AUDIO = "Qwen2AudioForConditionalGeneration"
@@ -26,9 +27,18 @@ TILED = (
 """Those that cut an image into tiles, each of which the tower sees alone."""
 KIMI_K2_5 = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 """As published files have it, and as `transformers` writes it."""
-DEEPSEEK_VL = "DeepseekVLForConditionalGeneration"
+DEEPSEEK_VL = ("DeepseekVLForConditionalGeneration", "DeepseekVLHybridForConditionalGeneration")
+"""Of one tower, and of two."""
 LFM2_VL = "Lfm2VlForConditionalGeneration"
 OVIS2 = "Ovis2ForConditionalGeneration"
+QWEN2_5_OMNI = (
+    "Qwen2_5OmniModel",
+    "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5OmniThinkerForConditionalGeneration",
+)
+"""As published files have it, as `transformers` writes it, and that part of it which writes text alone."""
+QWEN3_OMNI = ("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration")
+QWEN_OMNI = (*QWEN2_5_OMNI, *QWEN3_OMNI)
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 IMAGE_ARCHITECTURES = (
     GEMMA,
@@ -46,9 +56,10 @@ IMAGE_ARCHITECTURES = (
     GLM4V_MOE,
     GLM46V,
     *KIMI_K2_5,
-    DEEPSEEK_VL,
+    *DEEPSEEK_VL,
     OVIS2,
     LFM2_VL,
+    *QWEN_OMNI,
     QWEN2_AUDIO,
 )
 """Those that are served with their tower, of sight or, of the last one, of hearing, before a language model that
@@ -63,9 +74,10 @@ _TOKENS = {
     GLM4V_MOE: 151_363,
     **dict.fromkeys(QWEN3_5, 248_056),
     **dict.fromkeys(KIMI_K2_5, 163_605),
-    DEEPSEEK_VL: 100_015,
+    **dict.fromkeys(DEEPSEEK_VL, 100_015),
     OVIS2: 151_665,
     LFM2_VL: 396,
+    **dict.fromkeys(QWEN_OMNI, 151_655),
 }
 """Of an image, as `transformers` has it where a configuration does not say."""
 
@@ -85,7 +97,9 @@ class ImageModel(Struct, frozen=True):
     by_library: bool = False
     """Whether its language model is computed by `transformers`."""
     hears: bool = False
-    """Whether it takes sounds in place of images (`shared/models/sound_models.py`)."""
+    """Whether it takes sounds in place of images (`shared/models/audio_models.py`)."""
+    sound: int | None = None
+    """The token that stands for a row of a sound, where it takes these beside images."""
 
 
 class _RawLanguageModel(Struct):
@@ -100,30 +114,54 @@ class _RawImageModel(Struct):
     image_token_index: int | None = None
     media_placeholder_token_id: int | None = None
     audio_token_index: int = 151_646
+    audio_token_id: int | None = None
     text_config: _RawLanguageModel = field(default_factory=_RawLanguageModel)
 
 
 class _RawArchitectureNames(Struct):
     architectures: tuple[str, ...] = ()
+    thinker_config: Raw = Raw()
+
+
+_ARCHITECTURES = (*IMAGE_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES)
+_R = TypeVar("_R", bound=Struct)
+
+
+def read_config(folder: Path, kind: type[_R]) -> _R:
+    """What `config.json` in `folder` says, as a struct with `architectures`; of Qwen-Omni, what it says of the part
+    that writes text. Raises OSError and msgspec's errors."""
+    content = (folder / "config.json").read_bytes()
+    whole = msgspec.json.decode(content, type=_RawArchitectureNames)
+    if whole.thinker_config and any(each in QWEN_OMNI for each in whole.architectures):
+        return structs.replace(msgspec.json.decode(whole.thinker_config, type=kind), architectures=whole.architectures)
+    return msgspec.json.decode(content, type=kind)
+
+
+def known_config(folder: Path, kind: type[_R]) -> _R | None:
+    """The same; None where there is no such file, or it is wrong, which is for those to say who read all of it."""
+    try:
+        return read_config(folder, kind)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def nests_language_model(folder: Path) -> bool:
     """Whether the tensors of the model in `folder` are named as those of a language model within another one."""
-    try:
-        raw = msgspec.json.decode((folder / "config.json").read_bytes(), type=_RawArchitectureNames)
-    except (OSError, msgspec.MsgspecError):
-        return False
-    return any(each in (*IMAGE_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES) for each in raw.architectures)
+    raw = known_config(folder, _RawArchitectureNames)
+    return raw is not None and any(map(_ARCHITECTURES.__contains__, raw.architectures))
+
+
+def hears_alone(folder: Path) -> bool:
+    """Whether the model in `folder` takes sounds in place of images."""
+    model = read_image_model(folder)
+    return model is not None and model.hears
 
 
 def read_image_model(folder: Path) -> ImageModel | None:
     """What `config.json` in `folder` says; None where there is no such file, or the model takes no images. What else
     may be wrong with the file is for those to say who read all of it."""
-    try:
-        raw = msgspec.json.decode((folder / "config.json").read_bytes(), type=_RawImageModel)
-    except (OSError, msgspec.MsgspecError):
-        return None
-    if not any(each in (*IMAGE_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES) for each in raw.architectures):
+    raw = known_config(folder, _RawImageModel)
+    if raw is None or not any(map(_ARCHITECTURES.__contains__, raw.architectures)):
         return None
     said = (raw.image_token_index, raw.image_token_id, raw.media_placeholder_token_id)
     token = next((each for each in said if each is not None), None)
@@ -144,4 +182,7 @@ def read_image_model(folder: Path) -> ImageModel | None:
         return ImageModel(raw.audio_token_index, hears=True)
     if token is None:
         token = next((default for each, default in _TOKENS.items() if each in raw.architectures), None)
+    if any(each in QWEN_OMNI for each in raw.architectures):
+        assert token is not None, "one of them is the default"
+        return ImageModel(token, sound=raw.audio_token_id or raw.audio_token_index)
     return None if token is None else ImageModel(token, shown="<image>" if OVIS2 in raw.architectures else None)

@@ -5,12 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 from msgspec import Struct, field
 
 from shared.messages.encoder import MAX_FRAMES
-from shared.messages.model_card import VideoModel
-from shared.models.image_models import GLM4V, GLM4V_MOE, GLM46V, LLAVA_ONEVISION, QWEN3_5, read_image_model
+from shared.messages.model_card import FrameSampling, VideoModel
+from shared.models.image_models import (
+    GLM4V,
+    GLM4V_MOE,
+    GLM46V,
+    LLAVA_ONEVISION,
+    QWEN3_5,
+    QWEN3_OMNI,
+    QWEN_OMNI,
+    known_config,
+    read_image_model,
+)
+from shared.models.processor_files import known_processor
 
 _QWEN2 = "Qwen2VLForConditionalGeneration"
 _QWEN2_5 = "Qwen2_5_VLForConditionalGeneration"
@@ -18,12 +28,10 @@ _QWEN3 = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration
 _GLM = (GLM4V, GLM4V_MOE, GLM46V)
 _QWEN_FRAME = "<{time:.1f} seconds>{rows}"
 _GLM_FRAMES = {GLM4V: "{rows}{second}", GLM4V_MOE: "{rows}{second}", GLM46V: "{rows}{time:.1f} seconds"}
-_GLM_SECONDS = 300
+_GLM_SECONDS = 300.0
 """That a video of GLM's is looked at, where no file says."""
 _ONEVISION_FRAMES = 32
 """As many as LLaVA-OneVision was trained with."""
-
-_R = TypeVar("_R", bound=Struct)
 
 
 class VideoTokens(Struct, frozen=True):
@@ -47,6 +55,16 @@ class FrameSize(Struct, frozen=True):
     longest_edge: int
 
 
+_N = TypeVar("_N", int, float)
+
+_OF_TWO = FrameSize(128 * 28**2, 768 * 28**2)
+"""Of Qwen2-VL's kind, as `qwen_vl_utils` and the library have it where no file says."""
+_OF_ALL = FrameSize(128 * 32**2, 768 * 32**2)
+"""Of Qwen3-VL's kind, of all frames together; of Qwen3-Omni's, of two."""
+_OF_GLM = FrameSize(112**2, 60_000 * 28**2)
+_SIZES: dict[FrameSampling, FrameSize] = {"ends": _OF_ALL, "seconds": _OF_GLM, "paces": _OF_GLM}
+
+
 class _RawVision(Struct):
     tokens_per_second: float = 4.0
 
@@ -61,7 +79,8 @@ class _RawModel(Struct):
     image_start_token_id: int = 151_339
     image_end_token_id: int = 151_340
     video_token_id: int | None = None
-    video_token_index: int = 151_647
+    video_token_index: int | None = None
+    position_id_per_seconds: float = 25.0
     vision_start_token_id: int | None = None
     vision_end_token_id: int | None = None
     vision_config: _RawVision = field(default_factory=_RawVision)
@@ -69,17 +88,13 @@ class _RawModel(Struct):
 
 class _RawProcessor(Struct):
     fps: float | None = None
-    min_frames: int = 4
-    max_frames: int = 768
-    max_duration: float = _GLM_SECONDS
+    min_frames: int | None = None
+    max_frames: int | None = None
+    max_duration: float | None = None
     num_frames: int | None = None
     size: _RawSize | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
-
-
-class _RawProcessors(Struct):
-    video_processor: _RawProcessor | None = None
 
 
 def read_video_model(folder: Path) -> VideoModel | None:
@@ -96,15 +111,17 @@ def read_video_model(folder: Path) -> VideoModel | None:
     if GLM46V in named:
         return VideoModel(sampling="paces", timed=True, stamp="first")
     if _is(named, _GLM):
-        most = _bounded(processor.max_duration * fps)
+        most = _bounded(_said(processor.max_duration, _GLM_SECONDS) * fps)
         return VideoModel(fps=fps, max_frames=most, sampling="seconds", timed=True, stamp="first")
-    timed = _is(named, _QWEN3)
+    timed, seconds = _is(named, _QWEN3), raw.vision_config.tokens_per_second if _QWEN2_5 in named else None
+    if _is(named, QWEN_OMNI):
+        seconds = raw.position_id_per_seconds
     return VideoModel(
         fps=fps,
-        min_frames=_bounded(processor.min_frames),
-        max_frames=_bounded(processor.max_frames),
+        min_frames=_bounded(_said(processor.min_frames, VideoModel().min_frames)),
+        max_frames=_bounded(_said(processor.max_frames, MAX_FRAMES)),
         sampling="ends" if timed else "steps",
-        positions_per_second=raw.vision_config.tokens_per_second if _QWEN2_5 in named else None,
+        positions_per_second=seconds,
         timed=timed,
     )
 
@@ -121,30 +138,38 @@ def read_video_tokens(folder: Path) -> VideoTokens | None:
         first = images.token_id
         video = first + 1 if raw.video_token_id is None else raw.video_token_id
         return VideoTokens(video, first, raw.image_start_token_id, raw.image_end_token_id, frame)
-    video = raw.video_token_index if raw.video_token_id is None else raw.video_token_id
+    default = _said(raw.video_token_index, 151_656 if _is(named, QWEN_OMNI) else 151_647)
+    video = _said(raw.video_token_id, default)
     start, end = raw.vision_start_token_id, raw.vision_end_token_id
     first = 248_053 if _is(named, QWEN3_5) else 151_652
     start, end = first if start is None else start, first + 1 if end is None else end
     return VideoTokens(video, video, start, end, _QWEN_FRAME)
 
 
-def read_frame_size(folder: Path) -> FrameSize | None:
-    """Of two frames, or of all of a video's where these are timed. None: what a model of its kind has."""
-    processor = _processor(folder)
-    if processor.min_pixels is not None and processor.max_pixels is not None:
-        return FrameSize(processor.min_pixels, processor.max_pixels)
-    size = processor.size
-    if size is None or size.shortest_edge is None or size.longest_edge is None:
-        return None
-    return FrameSize(size.shortest_edge, size.longest_edge)
+def read_frame_size(folder: Path, sampling: FrameSampling) -> FrameSize:
+    """Of two frames, or of all of a video's where these are timed; what no file says is as models of its kind, of that
+    `sampling`, have it."""
+    processor, own = _processor(folder), _SIZES.get(sampling, _OF_TWO)
+    if (model := _read_model(folder)) is not None and _is(model.architectures, QWEN_OMNI):
+        # the library's processor of chats has it so, whatever files say
+        return _OF_ALL if _is(model.architectures, QWEN3_OMNI) else _OF_TWO
+    size = processor.size or _RawSize()
+    if size.shortest_edge is None or size.longest_edge is None:
+        size = _RawSize(own.shortest_edge, own.longest_edge)
+    least, most = size.shortest_edge, size.longest_edge
+    assert least is not None
+    assert most is not None
+    if sampling != "steps":
+        return FrameSize(least, most)
+    return FrameSize(_said(processor.min_pixels, least), _said(processor.max_pixels, most))
 
 
 def _read_model(folder: Path) -> _RawModel | None:
     """Of a model that takes videos. One of Qwen2's kind does where its configuration names their token."""
-    raw = _read(folder / "config.json", _RawModel)
+    raw = known_config(folder, _RawModel)
     if raw is None:
         return None
-    if _is(raw.architectures, (*_GLM, LLAVA_ONEVISION)):
+    if _is(raw.architectures, (*_GLM, LLAVA_ONEVISION, *QWEN_OMNI)):
         return raw
     return raw if _is(raw.architectures, (_QWEN2, _QWEN2_5, *_QWEN3)) and raw.video_token_id is not None else None
 
@@ -153,21 +178,14 @@ def _is(named: tuple[str, ...], architectures: tuple[str, ...]) -> bool:
     return any(each in architectures for each in named)
 
 
+def _said(number: _N | None, instead: _N) -> _N:
+    return instead if number is None else number
+
+
 def _bounded(frames: float) -> int:
     return int(max(1, min(frames, MAX_FRAMES)))
 
 
 def _processor(folder: Path) -> _RawProcessor:
-    """Of videos, wherever releases of the library have written it."""
-    own = _read(folder / "video_preprocessor_config.json", _RawProcessor)
-    if own is not None:
-        return own
-    both = _read(folder / "processor_config.json", _RawProcessors)
-    return (None if both is None else both.video_processor) or _RawProcessor()
-
-
-def _read(path: Path, kind: type[_R]) -> _R | None:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):
-        return None
+    """Of videos."""
+    return known_processor(folder, "video_processor", _RawProcessor) or _RawProcessor()

@@ -161,6 +161,8 @@ def allows_texts_alone(model: Path, gateway: GatewayConfig) -> bool:
         return False
     if images.hears:
         return gateway.max_sounds == 0
+    if images.sound is not None and gateway.max_sounds > 0:
+        return False
     return gateway.max_images == 0 and (gateway.max_videos == 0 or read_video_model(model) is None)
 
 

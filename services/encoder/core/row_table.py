@@ -32,6 +32,8 @@ def image_hash(asked: EncodeInput) -> ImageHash:
         named.update(b"side %d" % asked.max_side)
     if asked.several:
         named.update(b"several")
+    if asked.sound:
+        named.update(b"sound")
     return ImageHash(named.digest())
 
 

@@ -9,21 +9,20 @@ import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from msgspec import Struct, field
+from msgspec import field
 from torch import Tensor
 
-from services.encoder.processors.pixel_scale import CLIP_DEVIATION, CLIP_MEAN, PixelScale, Triple
+from services.encoder.processors.pixel_scale import CLIP_DEVIATION, CLIP_MEAN, RawPixels, Triple
 from services.encoder.processors.square_tiles import TileSize, cut_into_tiles, tile_side
+from shared.models.processor_files import read_processor
 
 
-class _RawCanvas(Struct):
+class _RawCanvas(RawPixels, kw_only=True):
     size: TileSize = field(default_factory=lambda: TileSize(512, 512))
     crop_to_patches: bool = True
     max_patches: int = 12
     resample: int = 3
-    rescale_factor: float = 1 / 255
     image_mean: Triple = CLIP_MEAN
     image_std: Triple = CLIP_DEVIATION
 
@@ -34,12 +33,12 @@ class CanvasProcessor:
     model_input_names = ("pixel_values",)
 
     def __init__(self, folder: Path) -> None:
-        """Reads `preprocessor_config.json`. Raises OSError, msgspec's errors, and ValueError for tiles that are no
+        """Reads what counts of the files. Raises OSError, and ValueError for what is no JSON, for tiles that are no
         squares."""
-        raw = msgspec.json.decode((folder / "preprocessor_config.json").read_bytes(), type=_RawCanvas)
+        raw = read_processor(folder, "image_processor", _RawCanvas)
         self._side = tile_side(raw.size, raw.max_patches)
         self._most = raw.max_patches if raw.crop_to_patches else 1
-        self._scale = PixelScale(raw.resample, raw.rescale_factor, raw.image_mean, raw.image_std)
+        self._scale = raw.scale()
 
     def __call__(self, image: Any, *, return_tensors: str = "pt") -> dict[str, Tensor]:
         """`image`: Pillow's. `pixel_values`: [tiles, 3, side, side]; `num_patches`: [tiles], the whole among them."""

@@ -5,24 +5,40 @@ These ask for torchvision; the processor of images does not, and scales and norm
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from services.encoder.image_decoder import DecodedFrames
 from shared.messages.generation import PATCHED_FRAMES
-from shared.messages.model_card import FrameSampling, VideoModel
+from shared.messages.model_card import VideoModel
+from shared.models.processor_files import known_processor
 from shared.models.video_models import FrameSize, read_frame_size, read_video_model
 
-_OF_TWO = FrameSize(128 * 28**2, 768 * 28**2)
-"""Of Qwen2-VL's kind, as `qwen_vl_utils` and the library have it where no file says."""
-_OF_ALL = FrameSize(128 * 32**2, 768 * 32**2)
-"""Of Qwen3-VL's kind: of all frames together."""
-_OF_GLM = FrameSize(112**2, 60_000 * 28**2)
-_SIZES: dict[FrameSampling, FrameSize] = {"ends": _OF_ALL, "seconds": _OF_GLM, "paces": _OF_GLM}
+
+class _RawFrames(Struct):
+    """What files say of pixels of frames, by the library's names."""
+
+    do_rescale: bool | None = None
+    do_normalize: bool | None = None
+    resample: int | None = None
+    rescale_factor: float | None = None
+    image_mean: tuple[float, ...] | None = None
+    image_std: tuple[float, ...] | None = None
+
+
+def _of_frames(folder: Path, images: Any) -> Any:
+    """The processor of images, with the numbers that the files say of videos."""
+    said, made = known_processor(folder, "video_processor", _RawFrames) or _RawFrames(), copy(images)
+    for name in said.__struct_fields__:
+        if (value := getattr(said, name)) is not None:
+            setattr(made, name, value)
+    return made
 
 
 class SquareFrames:
@@ -33,13 +49,13 @@ class SquareFrames:
         self._processor, self._side, self._rows, self._max_rows = processor, side, rows, max_rows
 
     @staticmethod
-    def of_model(config: Any, processor: Any, max_rows: int) -> SquareFrames | None:
+    def of_model(folder: Path, config: Any, processor: Any, max_rows: int) -> SquareFrames | None:
         """None for a model whose tower takes no videos."""
         if config.model_type != "llava_onevision":
             return None
         tower = config.vision_config
         pooled = -(-(tower.image_size // tower.patch_size) // 2)
-        return SquareFrames(processor, tower.image_size, pooled**2, max_rows)
+        return SquareFrames(_of_frames(folder, processor), tower.image_size, pooled**2, max_rows)
 
     def prepared(self, frames: DecodedFrames) -> dict[str, Tensor]:
         """Raises ValueError for too many frames."""
@@ -50,7 +66,10 @@ class SquareFrames:
             raise ValueError(f"{group.frames} frames are not allowed; a prompt has room for {self._max_rows} rows")
         shown = Image.frombytes("RGB", (group.width, group.height), frames.pixels)
         pixels = np.asarray(shown.resize((self._side, self._side), made.resample)).transpose(2, 0, 1)
-        pixels = made.normalize(made.rescale(pixels, made.rescale_factor), made.image_mean, made.image_std)
+        if made.do_rescale:
+            pixels = made.rescale(pixels, made.rescale_factor)
+        if made.do_normalize:
+            pixels = made.normalize(pixels, made.image_mean, made.image_std)
         return {"pixel_values_videos": torch.from_numpy(pixels)[None, None]}
 
 
@@ -58,19 +77,21 @@ class FramePatches:
     """Knows what size frames are given. Stateless."""
 
     def __init__(
-        self, processor: Any, video: VideoModel, size: FrameSize | None, max_rows: int, max_pixels: int | None
+        self, processor: Any, video: VideoModel, size: FrameSize, max_rows: int, max_pixels: int | None
     ) -> None:
         """`processor`: of the model's images. `max_rows`: of a whole video. `max_pixels`: of a frame."""
         self._processor, self._timed = processor, video.timed
-        self._size = size or _SIZES.get(video.sampling, _OF_TWO)
-        self._max_rows, self._max_pixels = max_rows, max_pixels
+        self._size, self._max_rows, self._max_pixels = size, max_rows, max_pixels
         self._side: int = processor.patch_size * processor.merge_size
 
     @staticmethod
     def of_model(folder: Path, processor: Any, max_rows: int, max_pixels: int | None) -> FramePatches | None:
         """None for a model that takes no videos."""
         video = read_video_model(folder)
-        return None if video is None else FramePatches(processor, video, read_frame_size(folder), max_rows, max_pixels)
+        if video is None:
+            return None
+        size, processor = read_frame_size(folder, video.sampling), _of_frames(folder, processor)
+        return FramePatches(processor, video, size, max_rows, max_pixels)
 
     def prepared(self, frames: DecodedFrames) -> dict[str, Tensor]:
         """Patches and how they lie, as of an image that is two frames deep. Raises ValueError for frames that are too

@@ -10,14 +10,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from msgspec import Struct, field
 from torch import Tensor
 
-from services.encoder.processors.pixel_scale import HALF, PixelScale, Triple
+from services.encoder.processors.pixel_scale import HALF, RawPixels, Triple
 from services.encoder.processors.square_tiles import cut_into_tiles
+from shared.models.processor_files import read_processor
 
 _BICUBIC = 3
 
@@ -36,16 +36,13 @@ class _RawPublished(Struct):
     image_std: Triple = HALF
 
 
-class _RawPatches(Struct):
+class _RawPatches(RawPixels, kw_only=True):
     media_proc_cfg: _RawPublished | None = None
     size: _RawSides = field(default_factory=lambda: _RawSides(512, 512))
     max_patches: int = 16_384
     patch_size: int = 14
     merge_size: int = 2
     resample: int = _BICUBIC
-    rescale_factor: float = 1 / 255
-    image_mean: Triple = HALF
-    image_std: Triple = HALF
 
     def as_published(self) -> _RawPatches:
         """What counts of both."""
@@ -68,18 +65,17 @@ class PatchProcessor:
     model_input_names = ("pixel_values", "image_grid_thw")
 
     def __init__(self, folder: Path) -> None:
-        """Reads `preprocessor_config.json`. Raises OSError, msgspec's errors, and ValueError for numbers below 1."""
-        content = (folder / "preprocessor_config.json").read_bytes()
-        raw = msgspec.json.decode(content, type=_RawPatches).as_published()
+        """Reads what counts of the files. Raises OSError, and ValueError for what is no JSON, for numbers below 1."""
+        raw = read_processor(folder, "image_processor", _RawPatches).as_published()
         self.patch_size, self.merge_size = raw.patch_size, raw.merge_size
         self._most, self._most_of_a_side = raw.max_patches, raw.size.max_height
         if min(self._most, self._most_of_a_side, self.patch_size, self.merge_size) < 1:
             found = f"{self.patch_size}, {self.merge_size}, {self._most} and {self._most_of_a_side}"
             raise ValueError(
-                f"preprocessor_config.json: a patch's size, how many are merged, and how many an image and a side may "
+                f"the processor of images: a patch's size, how many are merged, and how many an image and a side may "
                 f"have: {found} are not allowed; each has to be at least 1"
             )
-        self._scale = PixelScale(raw.resample, raw.rescale_factor, raw.image_mean, raw.image_std)
+        self._scale = raw.scale()
         self.size = {"shortest_edge": 1, "longest_edge": (self._most_of_a_side * self.patch_size) ** 2}
         """Pixels of an image with its black; a larger one is scaled down further than the library does."""
 

@@ -16,6 +16,25 @@ Triple = tuple[float, float, float]
 """Of red, green and blue."""
 
 
+class RawPixels(Struct, kw_only=True):
+    """What files say of pixels, by the library's names; kinds of models have defaults of their own."""
+
+    do_resize: bool = True
+    do_rescale: bool = True
+    do_normalize: bool = True
+    resample: int = 2
+    rescale_factor: float = 1 / 255
+    image_mean: Triple = HALF
+    image_std: Triple = HALF
+
+    def scale(self) -> PixelScale:
+        """Raises ValueError where one of these steps is left out, which no model's tower was trained with."""
+        for name in ("do_resize", "do_rescale", "do_normalize"):
+            if not getattr(self, name):
+                raise ValueError(f"the processor of images: {name} false is not allowed; only true is")
+        return PixelScale(self.resample, self.rescale_factor, self.image_mean, self.image_std)
+
+
 class PixelScale(Struct, frozen=True):
     """What is taken off each color, and by what the rest is divided."""
 

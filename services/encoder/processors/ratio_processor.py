@@ -9,19 +9,18 @@ import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
-from msgspec import Struct
 from torch import Tensor
 from torch.nn.functional import pad
 
-from services.encoder.processors.pixel_scale import HALF, PixelScale, Triple
+from services.encoder.processors.pixel_scale import RawPixels
+from shared.models.processor_files import read_processor
 
 Grid = tuple[int, int]
 """Columns and lines."""
 
 
-class _RawRatios(Struct):
+class _RawRatios(RawPixels, kw_only=True):
     downsample_factor: int = 2
     do_image_splitting: bool = True
     min_tiles: int = 2
@@ -32,10 +31,6 @@ class _RawRatios(Struct):
     encoder_patch_size: int = 16
     tile_size: int = 512
     max_pixels_tolerance: float = 2.0
-    resample: int = 2
-    rescale_factor: float = 1 / 255
-    image_mean: Triple = HALF
-    image_std: Triple = HALF
 
 
 class RatioProcessor:
@@ -44,21 +39,21 @@ class RatioProcessor:
     model_input_names = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 
     def __init__(self, folder: Path) -> None:
-        """Reads `preprocessor_config.json`. Raises OSError, msgspec's errors, and ValueError for sizes below 1 and for
+        """Reads what counts of the files. Raises OSError, and ValueError for what is no JSON, for sizes below 1 and for
         tiles of which there is no number."""
-        raw = msgspec.json.decode((folder / "preprocessor_config.json").read_bytes(), type=_RawRatios)
+        raw = read_processor(folder, "image_processor", _RawRatios)
         for name in ("downsample_factor", "encoder_patch_size", "tile_size", "min_image_tokens", "min_tiles"):
             if (found := getattr(raw, name)) < 1:
-                raise ValueError(f"preprocessor_config.json: {name} {found} is not allowed; at least 1 is")
+                raise ValueError(f"the processor of images: {name} {found} is not allowed; at least 1 is")
         for least, most in (("min_tiles", "max_tiles"), ("min_image_tokens", "max_image_tokens")):
             if getattr(raw, least) > getattr(raw, most):
-                raise ValueError(f"preprocessor_config.json: {most} has to be at least {least}, {getattr(raw, least)}")
+                raise ValueError(f"the processor of images: {most} has to be at least {least}, {getattr(raw, least)}")
         self._raw, self._side = raw, raw.encoder_patch_size * raw.downsample_factor
         self._grids = grids(raw.min_tiles, raw.max_tiles)
         self._cuts = raw.do_image_splitting and raw.max_tiles > 1
         in_tile = (raw.tile_size // raw.encoder_patch_size) ** 2 if raw.do_image_splitting else 0
         self._patches = max(raw.max_image_tokens * raw.downsample_factor**2, in_tile)
-        self._scale = PixelScale(raw.resample, raw.rescale_factor, raw.image_mean, raw.image_std)
+        self._scale = raw.scale()
 
     def __call__(self, image: Any, *, return_tensors: str = "pt") -> dict[str, Tensor]:
         """`image`: Pillow's. `pixel_values`: [tiles, most patches, numbers], `pixel_attention_mask`: [tiles, most

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class TileSize(Struct):
-    """As `preprocessor_config.json` has it."""
+    """As files have it."""
 
     height: int
     width: int
@@ -18,7 +18,7 @@ def tile_side(size: TileSize, most: int) -> int:
     for none at all."""
     if size.height != size.width or size.height < 1 or most < 1:
         found = f"size {size.height} by {size.width} and max_patches {most}"
-        raise ValueError(f"preprocessor_config.json: {found} are not allowed; at least one square tile is needed")
+        raise ValueError(f"the processor of images: {found} are not allowed; at least one square tile is needed")
     return size.height
 
 

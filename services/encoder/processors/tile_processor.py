@@ -10,26 +10,23 @@ import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
-from msgspec import Struct, field
+from msgspec import field
 from torch import Tensor
 
+from services.encoder.processors.pixel_scale import RawPixels
 from services.encoder.processors.square_tiles import TileSize, cut_into_tiles, tile_side
+from shared.models.processor_files import read_processor
 
 Size = tuple[int, int]
 """Height and width."""
 
 
-class _RawTiles(Struct):
+class _RawTiles(RawPixels, kw_only=True):
     size: TileSize = field(default_factory=lambda: TileSize(336, 336))
     max_patches: int = 16
     resize_to_max_canvas: bool = False
-    resample: int = 2
-    rescale_factor: float = 1 / 255
-    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
 
 class TileProcessor:
@@ -38,10 +35,11 @@ class TileProcessor:
     model_input_names = ("pixel_values",)
 
     def __init__(self, folder: Path) -> None:
-        """Reads `preprocessor_config.json`. Raises OSError, msgspec's errors, and ValueError for tiles that are no
+        """Reads what counts of the files. Raises OSError, and ValueError for what is no JSON, for tiles that are no
         squares."""
-        raw = msgspec.json.decode((folder / "preprocessor_config.json").read_bytes(), type=_RawTiles)
+        raw = read_processor(folder, "image_processor", _RawTiles)
         self._raw, self._side = raw, tile_side(raw.size, raw.max_patches)
+        self._scale = raw.scale()
         self._canvases = canvases(raw.max_patches, self._side)
 
     def __call__(self, image: Any, *, return_tensors: str = "pt") -> dict[str, Tensor]:
@@ -51,19 +49,19 @@ class TileProcessor:
             (image.height, image.width), canvas, None if self._raw.resize_to_max_canvas else self._side
         )
         pixels = np.zeros((*canvas, 3), np.uint8)
-        pixels[:height, :width] = np.asarray(image.resize((width, height), self._raw.resample))
+        pixels[:height, :width] = np.asarray(image.resize((width, height), self._scale.resample))
         lines, columns = canvas[0] // self._side, canvas[1] // self._side
         tiles = cut_into_tiles(self._numbers(pixels), self._side)
         if lines * columns > 1:
-            whole = self._numbers(np.asarray(image.resize((self._side, self._side), self._raw.resample)))
+            whole = self._numbers(np.asarray(image.resize((self._side, self._side), self._scale.resample)))
             tiles = torch.cat((tiles, whole[None]))
         return {"pixel_values": tiles, "aspect_ratios": torch.tensor([[lines, columns]])}
 
     def _numbers(self, pixels: np.ndarray[Any, Any]) -> Tensor:
         """[3, height, width]."""
-        own = torch.from_numpy(pixels.copy()).permute(2, 0, 1).to(torch.bfloat16) * self._raw.rescale_factor
+        own = torch.from_numpy(pixels.copy()).permute(2, 0, 1).to(torch.bfloat16) * self._scale.factor
         mean, deviation = (
-            torch.tensor(each, dtype=own.dtype)[:, None, None] for each in (self._raw.image_mean, self._raw.image_std)
+            torch.tensor(each, dtype=own.dtype)[:, None, None] for each in (self._scale.mean, self._scale.deviation)
         )
         return (own - mean) / deviation
 

@@ -195,7 +195,7 @@ def _question(fields: ChatFields, card: ModelCard, limits: RequestLimits, kind: 
     if parts.found:
         parts.check_fields(fields)
         prompt = msgspec.structs.replace(
-            prompt, embeds=tuple(parts.found), images=parts.numbers(IMAGE) + parts.numbers(SOUND)
+            prompt, embeds=tuple(parts.found), images=parts.numbers(IMAGE), sounds=parts.numbers(SOUND)
         )
     role = "assistant" if prompt.add_generation_prompt else fields.messages[-1]["role"]
     echoed = _text_of(fields.messages[-1], role) if fields.echo else ""

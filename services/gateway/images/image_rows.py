@@ -81,7 +81,15 @@ class ImageRowsClient:
 
         async def encode(source: MediaSource, file: bytes, frames: FrameGroup | None) -> PromptEmbeds:
             model, several = generation.model.name, source.kind == IMAGE and _images(generation) > 1
-            question = EncodeInput(file, generation.cache_salt, turn, frames, max_side=source.max_side, several=several)
+            question = EncodeInput(
+                file,
+                generation.cache_salt,
+                turn,
+                frames,
+                max_side=source.max_side,
+                several=several,
+                sound=source.kind == SOUND,
+            )
             rows = await self.encoded(source.field, question, model)
             self.open_rows.add(rows, question, model)
             return rows

@@ -12,6 +12,7 @@ from services.tokenizer.core.chat_template import (
     IMAGE_MARK,
     IMAGE_ROW,
     IMAGE_TOKEN,
+    SOUND_TOKEN,
     VIDEO_END,
     VIDEO_FRAME,
     VIDEO_ROW,
@@ -33,22 +34,27 @@ class ChatParts:
         """`special_tokens`: see `IMAGE_TOKENS` and `VIDEO_TOKENS`."""
         self._image, self._image_end = special_tokens.get(IMAGE_TOKEN, ""), special_tokens.get(IMAGE_END, "")
         self._mark, self._image_row = special_tokens.get(IMAGE_MARK), special_tokens.get(IMAGE_ROW, self._image)
+        self._sound = special_tokens.get(SOUND_TOKEN, self._image)
         self._video = special_tokens.get(VIDEO_TOKEN, "")
         self._row, self._frame = special_tokens.get(VIDEO_ROW, self._video), special_tokens.get(VIDEO_FRAME)
         self._around = special_tokens.get(VIDEO_START, ""), special_tokens.get(VIDEO_END, "")
 
     def tokens(self, chat: ChatPrompt) -> list[str]:
-        """Those that stand for rows of a chat's images and videos."""
-        return [*([self._image] if chat.images else ()), *([self._row] if chat.videos else ())]
+        """Those that stand for rows of a chat's images, videos and sounds."""
+        kinds = ((self._image, chat.images), (self._row, chat.videos), (self._sound, chat.sounds))
+        return [token for token, parts in kinds if parts]
 
     def token_of(self, chat: ChatPrompt, part: int) -> str:
-        """That of one part, an image or frames of a video."""
+        """That of one part, an image, frames of a video or a sound."""
+        if part in chat.sounds:
+            return self._sound
         return self._row if any(part in video.parts for video in chat.videos) else self._image_row
 
     def placed(self, text: str, chat: ChatPrompt) -> tuple[str, list[int]]:
-        """A rendered chat with a token for each run of rows, and which part each is of: images and videos in their own
-        order, as a template does not tell one from the other. Raises PromptRefused where it does not show each once."""
-        images, videos = iter(chat.images), iter(chat.videos)
+        """A rendered chat with a token for each run of rows, and which part each is of: images, videos and sounds in
+        their own order, as a template does not tell one from the other. Raises PromptRefused where it does not show
+        each once."""
+        images, videos, sounds = iter(chat.images), iter(chat.videos), iter(chat.sounds)
         order: list[int] = []
 
         def stands_for(found: re.Match[str]) -> str:
@@ -58,6 +64,9 @@ class ChatParts:
             if found.lastgroup == "image":
                 order.append(next(images, -1))
                 return found[0] if self._mark is None else f"\n\n{self._mark}{self._image}{self._image_end}\n\n"
+            if found.lastgroup == "sound":
+                order.append(next(sounds, -1))
+                return found[0]
             video = next(videos, VideoParts((-1,), (0.0,)))
             order.extend(video.parts)
             return "".join(self._frames(video))
@@ -71,6 +80,8 @@ class ChatParts:
         marks = [_NUMBERED]
         if chat.images:
             marks.append(f"(?P<image>{re.escape(self._mark or self._image)})")
+        if chat.sounds:
+            marks.append(f"(?P<sound>{re.escape(self._sound)})")
         if chat.videos:
             start, end = (f"(?:{re.escape(each)})?" if each else "" for each in self._around)
             marks.append(f"(?P<video>{start}{re.escape(self._video)}{end})")
@@ -123,7 +134,8 @@ class ChatParts:
         return ids, replace(chat.embeds[0], rows=rows, runs=tuple(runs), **said)
 
     def _not_shown(self, chat: ChatPrompt) -> PromptRefused:
-        kinds = [*(["images or sounds"] if chat.images else ()), *(["videos"] if chat.videos else ())]
+        named = (("images", chat.images), ("videos", chat.videos), ("sounds", chat.sounds))
+        kinds = [name for name, given in named if given]
         stands = " or ".join([*self.tokens(chat), PLACEHOLDER])
         parts = len(chat.embeds) - sum(len(video.parts) - 1 for video in chat.videos)
         return PromptRefused(

@@ -36,6 +36,8 @@ IMAGE_TOKENS = (IMAGE_ROW, IMAGE_MARK, IMAGE_END) = ("image_row", "image_mark", 
 Where its templates write a mark for each image, that stands before the image then, and the end behind it."""
 IMAGE_TOKEN = "image_token"
 """The same of what stands for a whole image, until it has rows."""
+SOUND_TOKEN = "sound_token"
+"""The same of a sound's."""
 VIDEO_TOKENS = (VIDEO_TOKEN, VIDEO_ROW, VIDEO_START, VIDEO_END) = (
     "video_token",
     "video_row",
@@ -128,7 +130,11 @@ class ChatTemplate:
         if not messages:
             raise PromptRefused("messages", "messages: at least one is needed")
         image = special_tokens.get(IMAGE_MARK, special_tokens.get(IMAGE_TOKEN, ""))
-        marks = {"image": image, "audio": image, "video": special_tokens.get(VIDEO_TOKEN, "")}
+        marks = {
+            "image": image,
+            "audio": special_tokens.get(SOUND_TOKEN, image),
+            "video": special_tokens.get(VIDEO_TOKEN, ""),
+        }
         chat = [_message(message, f"messages[{index}]", self, marks) for index, message in enumerate(messages)]
         tools = None if prompt.tools is None else _objects(read_json_list(prompt.tools, "tools"), "tools")
         if (documents := variables.pop("documents", None)) is not None:

@@ -200,7 +200,7 @@ class PromptEncoder:
         """The tokens of a prompt; that of an image or a video is there as often as these have rows."""
         prompt = request.prompt
         chat = prompt.chat if isinstance(prompt, RenderedPrompt) else prompt
-        if not isinstance(chat, ChatPrompt) or not (chat.images or chat.videos):
+        if not isinstance(chat, ChatPrompt) or not (chat.images or chat.videos or chat.sounds):
             return self._tokens(prompt, truncation=_truncation(request))
         ids, embeds, order = self._with_parts(prompt, chat, None)
         for (first, count), part in zip(embeds.runs, order, strict=True):

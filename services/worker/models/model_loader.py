@@ -73,8 +73,8 @@ from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.quantized import Scheme
 from services.worker.ops.torch_ops import TorchOps
 from shared.messages.model_card import PoolingCard
-from shared.models.image_models import nests_language_model
-from shared.models.sound_models import read_sound_model
+from shared.models.audio_models import read_sound_model
+from shared.models.image_models import hears_alone, nests_language_model
 from shared.models.video_models import read_video_model
 from shared.telemetry.startup import STARTUP
 
@@ -136,7 +136,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
         pooling=pooling,
         classifier=classifier,
         generates=generates,
-        images=media and sounds is None,
+        images=media and not (sounds is not None and hears_alone(settings.folder)),
         videos=read_video_model(settings.folder) if media else None,
         sounds=sounds,
     )

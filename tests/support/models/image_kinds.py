@@ -17,6 +17,7 @@ IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
     "command": partial(make_cohere_model, kind="command", seed=1),
     "kimi": make_kimi_model,
     "deepseek": make_deepseek_model,
+    "deepseek-hybrid": partial(make_deepseek_model, hybrid=True, seed=2),
     "ovis2": make_ovis_model,
     "lfm2": make_lfm_model,
 }

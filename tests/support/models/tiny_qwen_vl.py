@@ -64,7 +64,7 @@ _TEXT: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
 }
 _SHARED: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "initializer_range": 0.2}
-_TOWERS: dict[str, dict[str, Any]] = {
+TOWERS: dict[str, dict[str, Any]] = {
     "qwen2": {**_SHARED, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
     "qwen2.5": {
         **_SHARED,
@@ -93,9 +93,9 @@ _MODELS: dict[str, tuple[Any, Any]] = {
     "qwen3.5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
     "qwen3.5-moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
 }
-_TOWERS["qwen3-moe"] = _TOWERS["qwen3"]
-_PLAIN = {key: value for key, value in _TOWERS["qwen3"].items() if key != "deepstack_visual_indexes"}
-_TOWERS |= {"qwen3.5": _PLAIN, "qwen3.5-moe": _PLAIN}
+TOWERS["qwen3-moe"] = TOWERS["qwen3"]
+_PLAIN = {key: value for key, value in TOWERS["qwen3"].items() if key != "deepstack_visual_indexes"}
+TOWERS |= {"qwen3.5": _PLAIN, "qwen3.5-moe": _PLAIN}
 _DELTA: dict[str, Any] = {
     "num_hidden_layers": 3,
     "head_dim": 32,
@@ -149,7 +149,7 @@ def make_qwen_model(folder: Path, kind: str = "qwen2.5", seed: int = 0, **differ
         different = {**_MIXTURE, "shared_expert_intermediate_size": 40} | different
     config = config_of(
         text_config={**_TEXT, "vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": None} | different,
-        vision_config=_TOWERS[kind],
+        vision_config=TOWERS[kind],
         image_token_id=pad,
         video_token_id=video,
         vision_start_token_id=start,

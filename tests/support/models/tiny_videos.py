@@ -189,13 +189,14 @@ class VideoReference:
         return _as_images(dict(inputs), text) if images and made and self._glm else dict(inputs)
 
     def _prepared(self, file: bytes) -> _Prepared:
-        how, size = read_video_model(self._model.path), read_frame_size(self._model.path)
+        how = read_video_model(self._model.path)
         assert how is not None
+        size = read_frame_size(self._model.path, how.sampling)
         shape, *pairs = decode_video(file, how)
         assert isinstance(shape, VideoShape), shape
         packed = b"".join(each.pixels for each in pairs if isinstance(each, DecodedGroup))
         frames = np.frombuffer(packed, np.uint8).reshape(-1, shape.height, shape.width, 3)
-        bounds = () if size is None else (size.shortest_edge, size.longest_edge)
+        bounds = size.shortest_edge, size.longest_edge
         if how.closed:
             height = width = self._model.reference.config.vision_config.image_size
         elif self._timed:

@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-_NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+_NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
 
 
 def import_without_torchvision(name: str) -> Any:

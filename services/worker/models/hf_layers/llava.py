@@ -111,11 +111,15 @@ def language_model_name(name: str) -> str:
 
 
 _NAMES = (
+    ("thinker.model.language_model.", "model."),
+    ("thinker.model.", "model."),
+    ("thinker.lm_head.", "lm_head."),
     ("language_model.model.blocks.", "model.layers."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
 )
-"""As releases of `transformers` before 4.52, and those since, call them; the last one is Idefics3's and SmolVLM's. The
-first is what the fifth release writes of Kimi K2.5, whose published files have `layers` there."""
+"""As releases of `transformers` before 4.52, and those since, call them; three are Qwen-Omni's, the last one is
+Idefics3's and SmolVLM's. The fourth is what the fifth release writes of Kimi K2.5, whose published files have `layers`
+there."""

@@ -1,5 +1,5 @@
 """What configurations say of the language model within one whose images have positions of three axes: Qwen2-VL,
-Qwen2.5-VL, Qwen3-VL, GLM-4.1V, GLM-4.5V and GLM-4.6V. No torch."""
+Qwen2.5-VL, Qwen2.5-Omni, Qwen3-Omni, Qwen3-VL, GLM-4.1V, GLM-4.5V and GLM-4.6V. No torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,37 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.models.hf_layers.tied_heads import TIED, HasHead, tied_head, without_tensors
-from shared.models.image_models import GLM4V, GLM4V_MOE, GLM46V
+from shared.models.image_models import GLM4V, GLM4V_MOE, GLM46V, QWEN2_5_OMNI, QWEN3_OMNI
 
 _QWEN2: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
 _QWEN3: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 500_000.0}
+_OMNI: dict[str, Any] = {
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+}
+_OMNI3: dict[str, Any] = {
+    "vocab_size": 3584,
+    "hidden_size": 2048,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+}
+"""Qwen-Omni's have sizes, too, where nothing is said."""
 _GLM: dict[str, Any] = {"rms_norm_eps": 1e-5}
 _SECTIONS: dict[str, Any] = {"mrope_section": [16, 24, 24], "mrope_interleaved": False}
 _INTERLEAVED: dict[str, Any] = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
@@ -21,6 +48,8 @@ _GLM_SECTIONS: dict[str, Any] = {"mrope_section": [8, 12, 12], "mrope_interleave
 LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", _QWEN2, _SECTIONS),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", _QWEN2, _SECTIONS),
+    **dict.fromkeys(QWEN2_5_OMNI, ("Qwen2ForCausalLM", _OMNI, _SECTIONS)),
+    **dict.fromkeys(QWEN3_OMNI, ("Qwen3MoeForCausalLM", _OMNI3, _INTERLEAVED)),
     "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", _QWEN3, _INTERLEAVED),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen3VLMoeForCausalLM", _QWEN3, _INTERLEAVED),
     GLM4V: ("Glm4vForCausalLM", _GLM, _GLM_SECTIONS),
@@ -47,6 +76,9 @@ def multi_axis_language_model(text: bytes, architecture: str, has_head: HasHead 
     all. Both spellings are read: published files have it beside the tower's, later releases of `transformers` write it
     into `text_config`. Raises ValueError for a rotation that is not read, and msgspec's errors."""
     whole = msgspec.json.decode(text, type=dict[str, Any])
+    if isinstance(thinker := whole.get("thinker_config"), dict):
+        whole = {**{key: whole[key] for key in _OF_THE_WHOLE if whole.get(key) is not None}, **thinker}
+        text = msgspec.json.encode(whole)
     own = whole.get("text_config")
     if own is None:
         own = {key: value for key, value in whole.items() if key != "vision_config"}
