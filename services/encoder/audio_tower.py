@@ -101,8 +101,9 @@ class AudioTower:
 
 def read_extractor(folder: Path) -> tuple[Any, Any]:
     """The model's configuration, and what makes mel spectrograms for it. Raises TowerUnusable."""
-    from transformers import AutoConfig, WhisperFeatureExtractor
+    from transformers import AutoConfig, Gemma4AudioFeatureExtractor, WhisperFeatureExtractor
 
-    extractors: Any = WhisperFeatureExtractor
     with refusing(folder):
-        return AutoConfig.from_pretrained(folder), extractors.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder)
+        extractors: Any = Gemma4AudioFeatureExtractor if config.model_type == "gemma4" else WhisperFeatureExtractor
+        return config, extractors.from_pretrained(folder)

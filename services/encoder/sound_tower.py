@@ -83,7 +83,9 @@ class MediaReader:
 
 
 class OmniTower(ImageTower):
-    """Owns the towers of Qwen-Omni, and what prepares images and sounds for them. One thread at a time."""
+    """Owns the towers of Qwen-Omni or Gemma 4, and what prepares images and sounds for them. One thread at a time."""
+
+    hears = True
 
     def __init__(self, folder: Path, dtype: DtypeChoice = "auto", max_pixels: int | None = None) -> None:
         """As ImageTower. Raises TowerUnusable."""
@@ -91,7 +93,11 @@ class OmniTower(ImageTower):
         if sounds is None:
             raise TowerUnusable(f"{folder}: the model takes no sounds")
         config, self._extractor = read_extractor(folder)
-        self._rate, self._padded = sounds.sample_rate, config.model_type.startswith("qwen2_5")
+        self._rate, self._kind = sounds.sample_rate, config.model_type
+        self._around: tuple[int, ...] = ()
+        """The tokens that stand before and behind a sound's rows, where the template does not write them."""
+        if self._kind == "gemma4":
+            self._around = (config.boa_token_id, getattr(config, "eoa_token_id", None) or config.eoa_token_index)
         super().__init__(folder, dtype, max_pixels)
         self.encode(Samples(bytes(SAMPLE_BYTES * self._rate // 10)))
 
@@ -101,17 +107,28 @@ class OmniTower(ImageTower):
         TowerUnusable where rows are no numbers."""
         if not isinstance(given, Samples):
             return super().encode(given)
-        samples = np.frombuffer(given.samples, np.dtype("<f4"))
+        rows = self._heard(np.frombuffer(given.samples, np.dtype("<f4")))
+        count, texts = len(rows), tuple[tuple[int, tuple[int, ...]], ...]()
+        if self._around:
+            begin, end = self._around
+            texts = ((0, (begin,)), (1 + count, (end,)))
+        packed = packed_rows(pad(rows, (0, self.size - rows.shape[1])), self.dtype, "sound")
+        return PromptEmbeds(
+            dtype=self.dtype, size=self.size, rows=packed, runs=((len(texts) // 2, count),), texts=texts
+        )
+
+    def _heard(self, samples: np.ndarray[Any, Any]) -> Tensor:
+        """[rows, hidden]."""
         padded: dict[str, Any] = {"padding": True, "truncation": False}
-        if self._padded:  # what lies further behind changes no frame of the sound
+        if self._kind.startswith("qwen2_5"):  # what lies further behind changes no frame of the sound
             padded = {"padding": "max_length", "max_length": len(samples) + 2 * self._extractor.n_fft}
         made = self._extractor(
-            samples, sampling_rate=self._rate, return_attention_mask=True, return_tensors="pt", **padded
+            [samples], sampling_rate=self._rate, return_attention_mask=True, return_tensors="pt", **padded
         )
-        features = self._model.get_audio_features(
-            made.input_features.to(DTYPES[self.dtype]), feature_attention_mask=made.attention_mask
-        )
-        rows = features.last_hidden_state
-        rows = pad(rows, (0, self.size - rows.shape[1]))
-        packed = packed_rows(rows, self.dtype, "sound")
-        return PromptEmbeds(dtype=self.dtype, size=self.size, rows=packed, runs=((0, len(rows)),))
+        features, encode = made.input_features.to(DTYPES[self.dtype]), self._model.get_audio_features
+        if self._kind == "gemma4":
+            heard = encode(features, made.input_features_mask)
+            own: Tensor = heard.pooler_output[heard.attention_mask]
+            return own
+        rows: Tensor = encode(features, feature_attention_mask=made.attention_mask).last_hidden_state
+        return rows

@@ -47,6 +47,9 @@ class ImageTower:
     An image is encoded alone, so its rows depend on no other, at most on whether there is one.
     """
 
+    hears = False
+    """Whether it takes sounds, too."""
+
     def __init__(self, folder: Path, dtype: DtypeChoice = "auto", max_pixels: int | None = None) -> None:
         """Loads it on the processors. `max_pixels`: of an image of a model that takes images as large as they are,
         beyond which it is scaled down; None: as many as the model's own processor allows. No image gets more rows than
@@ -56,6 +59,8 @@ class ImageTower:
         self._folder, self._mutual = folder, images.mutual
         with refusing(folder):
             config = self._read(images, dtype, max_pixels)
+        if not self.hears and hasattr(config, "audio_config"):
+            config.audio_config = None
         self._model: Any = load_tower(folder, config, DTYPES[self.dtype])
         self._check_an_image()
 
@@ -248,8 +253,6 @@ def load_tower(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     config.text_config.pad_token_id = None
     if hasattr(config.text_config, "layer_types"):
         config.text_config.layer_types = []
-    if config.model_type == "gemma4":
-        config.audio_config = None  # no sound is heard
     needs: Callable[[str], bool] = lambda name: not name.startswith(_LANGUAGE_MODELS)  # noqa: E731 - one of four
     model = load_part(AutoModel, folder, config, dtype, needs, "; --language-model-only serves it for texts")
     setattr(model, "text_model" if hasattr(model, "text_model") else "language_model", None)

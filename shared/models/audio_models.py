@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct, field
 
 from shared.messages.encoder import MAX_IMAGE_BYTES
 from shared.messages.model_card import AudioModel, SoundModel
-from shared.models.image_models import QWEN2_5_OMNI, QWEN2_AUDIO, QWEN3_OMNI, known_config
+from shared.models.image_models import GEMMA4, QWEN2_5_OMNI, QWEN2_AUDIO, QWEN3_OMNI, known_config
 from shared.models.processor_files import known_json, known_processor
 
 SAMPLE_BYTES = 4
@@ -41,7 +42,7 @@ class _RawWhisperGeneration(Struct):
     max_initial_timestamp_index: int | None = None
 
 
-_SIZES = {QWEN2_AUDIO: 4096, **dict.fromkeys(QWEN2_5_OMNI, 3584), **dict.fromkeys(QWEN3_OMNI, 2048)}
+_SIZES = {QWEN2_AUDIO: 4096, **dict.fromkeys(QWEN2_5_OMNI, 3584), **dict.fromkeys(QWEN3_OMNI, 2048), GEMMA4: 2304}
 """Elements of a row, as `transformers` has it where a configuration does not say."""
 
 
@@ -52,6 +53,7 @@ class _RawSoundText(Struct):
 class _RawSoundModel(Struct):
     architectures: tuple[str, ...] = ()
     text_config: _RawSoundText = field(default_factory=_RawSoundText)
+    audio_config: dict[str, Any] | None = None
 
 
 def read_audio_model(folder: Path) -> AudioModel | None:
@@ -83,7 +85,7 @@ def read_sound_model(folder: Path) -> SoundModel | None:
     """The same of the sounds that its chats may have; None where there are none."""
     raw = known_config(folder, _RawSoundModel)
     named = None if raw is None else next((each for each in raw.architectures if each in _SIZES), None)
-    if raw is None or named is None:
+    if raw is None or named is None or (named == GEMMA4 and raw.audio_config is None):
         return None
     features = known_processor(folder, "feature_extractor", _RawFeatures) or _RawFeatures()
     size = raw.text_config.hidden_size or _SIZES[named]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct, field, structs
@@ -115,6 +115,7 @@ class _RawImageModel(Struct):
     media_placeholder_token_id: int | None = None
     audio_token_index: int = 151_646
     audio_token_id: int | None = None
+    audio_config: dict[str, Any] | None = None
     text_config: _RawLanguageModel = field(default_factory=_RawLanguageModel)
 
 
@@ -173,7 +174,13 @@ def read_image_model(folder: Path) -> ImageModel | None:
         return ImageModel(200_092 if token is None else token, shown="<|image|>", by_library=True)
     if GEMMA4 in raw.architectures:
         mutual = raw.text_config.use_bidirectional_attention == "vision"
-        return ImageModel(258_880 if token is None else token, mutual=mutual, by_library=True)
+        sound = raw.audio_token_id or 258_881
+        return ImageModel(
+            258_880 if token is None else token,
+            mutual=mutual,
+            by_library=True,
+            sound=None if raw.audio_config is None else sound,
+        )
     if AYA_VISION in raw.architectures:
         return ImageModel(255_036 if token is None else token, shown="<image>", by_library=True)
     if COHERE2_VISION in raw.architectures:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from PIL import Image
 from transformers import (
     AutoTokenizer,
+    Gemma4AudioFeatureExtractor,
     Gemma4Config,
     Gemma4ForConditionalGeneration,
     Gemma4ImageProcessorPil,
@@ -17,6 +21,7 @@ from transformers import (
 
 from tests.support.models.library_models import ARCHITECTURES
 from tests.support.models.tiny_images import ImageModel
+from tests.support.models.tiny_qwen_audio import Sound
 from tests.support.paths import DEMO_MODEL
 
 Gemma4Kind = Literal["small", "large"]
@@ -32,10 +37,13 @@ MARKS = {
     "eoa_token": "<audio|>",
 }
 VIDEO = "<|video|>"
+_HEARD = "<heard>"
+"""Stands for a row of a sound while the library's processor, which is given no sounds here, looks for those."""
 TEMPLATE = (
     "{% for message in messages %}<|turn>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] | trim }}{% else %}"
     "{% for item in message['content'] %}{% if item['type'] == 'image' %}<|image|>"
+    "{% elif item['type'] == 'audio' %}<|audio|>"
     "{% elif item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}{% endfor %}{% endif %}<turn|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
 )
@@ -54,6 +62,16 @@ _TOWER: dict[str, Any] = {
 }
 
 
+_EAR: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [128, 4],
+    "output_proj_dims": 24,
+    "initializer_range": 0.2,
+}
+
+
 class _Processor(Gemma4Processor):
     """Without the processors of videos, which asks for torchvision, and of sounds."""
 
@@ -65,10 +83,10 @@ class _Processor(Gemma4Processor):
         self.video_token, self.video_token_id = VIDEO, tokenizer.convert_tokens_to_ids(VIDEO)
 
 
-def make_gemma4_model(folder: Path, kind: Gemma4Kind = "small", seed: int = 0) -> ImageModel:
-    """Writes the model to `folder`, with the demo model's tokenizer."""
+def make_gemma4_model(folder: Path, kind: Gemma4Kind = "small", seed: int = 0, *, hears: bool = False) -> ImageModel:
+    """Writes the model to `folder`, with the demo model's tokenizer. `hears`: it takes sounds, too."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL, extra_special_tokens=MARKS)
-    tokenizer.add_special_tokens({"additional_special_tokens": [VIDEO]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [VIDEO, *([_HEARD] if hears else [])]})
     tokenizer.chat_template = TEMPLATE
     images = Gemma4ImageProcessorPil(patch_size=PATCH, pooling_kernel_size=POOLED, max_soft_tokens=MOST)
     processor: Any = _Processor(images, tokenizer, chat_template=TEMPLATE)
@@ -83,13 +101,47 @@ def make_gemma4_model(folder: Path, kind: Gemma4Kind = "small", seed: int = 0) -
         eoi_token_id=end,
         video_token_id=processor.video_token_id,
         audio_token_id=processor.audio_token_id,
+        audio_config=_EAR if hears else None,
+        boa_token_id=processor.boa_token_id,
+        eoa_token_index=processor.eoa_token_id,
     )
     torch.manual_seed(seed)
     reference: Any = Gemma4ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for parameter in (each for each in reference.parameters() if each.ndim == 1):
             parameter.add_(torch.randn_like(parameter) * 0.2)
+        if hears:
+            reference.model.embed_audio.embedding_projection.weight.mul_(30)  # so that what is heard changes words
     reference.save_pretrained(folder)
     images.save_pretrained(folder)
+    if hears:
+        both = {name: json.loads(each.to_json_string()) for name, each in _parts(images).items()}
+        (folder / "processor_config.json").write_text(json.dumps(both))
     tokenizer.save_pretrained(folder)
     return ImageModel(folder, reference, processor)
+
+
+def _parts(images: Any) -> dict[str, Any]:
+    """What the library saves in one file."""
+    return {"image_processor": images, "feature_extractor": Gemma4AudioFeatureExtractor()}
+
+
+def inputs_of_chat(
+    model: ImageModel, messages: list[dict[str, Any]], images: list[bytes], sounds: list[Sound]
+) -> dict[str, Any]:
+    """What the model is given of a chat with images and sounds. `messages`: with parts as clients give them."""
+    kinds, extractor = {"image_url": "image", "input_audio": "audio"}, Gemma4AudioFeatureExtractor()
+    shown = [
+        {**each, "content": [{**part, "type": kinds.get(part["type"], part["type"])} for part in each["content"]]}
+        for each in messages
+    ]
+    text = model.processor.tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=True)
+    heard = extractor(sounds, return_tensors="pt") if sounds else {}
+    tokenizer, audio = model.processor.tokenizer, MARKS["audio_token"]
+    for number in range(len(sounds)):
+        written = model.processor.replace_audio_token(heard, number).replace(audio, _HEARD)
+        text = text.replace(audio, written, 1)
+    loaded = [[Image.open(io.BytesIO(each)).convert("RGB") for each in images]] if images else None
+    made: dict[str, Any] = model.processor(text=text, images=loaded, add_special_tokens=False, return_tensors="pt")
+    ids, token = made["input_ids"], tokenizer.convert_tokens_to_ids(_HEARD)
+    return {**made, **heard, "input_ids": ids.where(ids != token, tokenizer.convert_tokens_to_ids(audio))}

@@ -35,6 +35,7 @@ from services.worker.models.pooling.classification import ClassifierHead, label_
 from services.worker.models.pooling.sentence_transformers import read_projections
 from services.worker.models.quantization.method import QuantizationMethod
 from services.worker.models.sharding import PipelineStage, stage_of
+from shared.models.audio_models import read_sound_model
 from shared.models.encoder_models import encoder_type
 from shared.telemetry.startup import STARTUP
 
@@ -82,6 +83,8 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
     if stage.is_last and not judged_by:
         with torch.inference_mode(), _library_tensors(settings, TORCH_DTYPES[dtype]) as tensors:
             classifier = read_classifier_head(settings, tensors, pooling, config.hidden_size)
+    media = not settings.language_model_only
+    media = media and takes_images(settings.folder, settings.load_format, settings.platform, by_library=True)
     return LoadedModel(
         settings=settings,
         config=config,
@@ -93,8 +96,8 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         pooling=pooling,
         classifier=classifier,
         generates=pooling is None or not pooling.labels or bool(judged_by),
-        images=not settings.language_model_only
-        and takes_images(settings.folder, settings.load_format, settings.platform, by_library=True),
+        images=media,
+        sounds=read_sound_model(settings.folder) if media else None,
     )
 
 
