@@ -28,7 +28,7 @@ _R = TypeVar("_R", bound=Struct)
 _NONE = Raw(b"null")
 
 
-class _RawWhole(Struct):
+class _RawSavedProcessor(Struct):
     image_processor: Raw = _NONE
     video_processor: Raw = _NONE
     feature_extractor: Raw = _NONE
@@ -61,7 +61,7 @@ def known_json(path: Path, kind: type[_R]) -> _R | None:
 
 def _source(folder: Path, part: ProcessorPart) -> tuple[str, bytes | Raw]:
     if (folder / _WHOLE).exists():
-        whole = _decoded(_WHOLE, (folder / _WHOLE).read_bytes(), _RawWhole)
+        whole = _decoded(_WHOLE, (folder / _WHOLE).read_bytes(), _RawSavedProcessor)
         found: Raw = getattr(whole, part)
         if part == "feature_extractor" and found == _NONE:
             found = whole.audio_processor
