@@ -120,8 +120,9 @@ class OmniTower(ImageTower):
     def _heard(self, samples: np.ndarray[Any, Any]) -> Tensor:
         """[rows, hidden]."""
         padded: dict[str, Any] = {"padding": True, "truncation": False}
-        if self._kind.startswith("qwen2_5"):  # what lies further behind changes no frame of the sound
-            padded = {"padding": "max_length", "max_length": len(samples) + 2 * self._extractor.n_fft}
+        if self._kind.startswith("qwen2_5"):  # to a window, of which what lies further behind changes no frame
+            most = min(len(samples) + 2 * self._extractor.n_fft, self._extractor.n_samples)
+            padded = {"padding": "max_length", "max_length": most}
         made = self._extractor(
             [samples], sampling_rate=self._rate, return_attention_mask=True, return_tensors="pt", **padded
         )

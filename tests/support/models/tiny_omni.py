@@ -90,6 +90,15 @@ class OmniReference(VideoReference):
         return {**self.tokenizer(whole, add_special_tokens=False, return_tensors="pt"), **given}
 
     @torch.inference_mode()
+    def rows_of(self, sound: Sound) -> torch.Tensor:
+        """[tokens, hidden] of a sound."""
+        given = self.of_chat([{"role": "user", "content": [{"type": "input_audio"}]}], [], [], [sound])
+        rows: torch.Tensor = self._model.reference.get_audio_features(
+            given["input_features"], given["feature_attention_mask"]
+        ).last_hidden_state
+        return rows
+
+    @torch.inference_mode()
     def tokens(self, inputs: dict[str, Any], count: int) -> list[int]:
         """`count` tokens as the library's `generate` draws them."""
         settings = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)

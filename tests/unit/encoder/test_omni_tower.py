@@ -1,0 +1,29 @@
+"""Rows of sounds of a model that sees, too, are what the library makes of the same samples, however long they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.encoder.audio_tower import Samples
+from services.encoder.sound_tower import OmniTower
+from tests.support.models.sounds import sweep
+from tests.support.models.tiny_omni import make_omni_model
+from tests.support.models.tiny_qwen_audio import WINDOW_S
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5", "qwen3"])
+def test_rows_of_sounds_are_the_librarys(kind: str, tmp_path: Path) -> None:
+    model = make_omni_model(tmp_path, kind)
+    tower = OmniTower(tmp_path)
+    for number, seconds in enumerate((0.1, 0.73, WINDOW_S - 0.01, WINDOW_S)):
+        sound = sweep(number, seconds)
+        made, expected = tower.encode(Samples(sound.astype("<f4").tobytes())), model.rows_of(sound)
+        rows = torch.frombuffer(bytearray(made.rows), dtype=torch.float32).view(-1, made.size)
+        own, deep = rows[:, : expected.shape[1]], rows[:, expected.shape[1] :]
+        torch.testing.assert_close(own, expected)
+        assert own.std() > 0.1, "rows this flat would agree with anything"
+        assert not deep.any(), "a sound adds nothing behind the first layers"
+        assert (made.count, made.runs) == (len(expected), ((0, len(expected)),))
