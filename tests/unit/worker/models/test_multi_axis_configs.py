@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Glm4vConfig, Glm4vMoeConfig, Glm46VConfig, Qwen2VLConfig, Qwen3VLConfig
+from transformers import (
+    Glm4vConfig,
+    Glm4vMoeConfig,
+    Glm46VConfig,
+    Qwen2_5OmniThinkerConfig,
+    Qwen2VLConfig,
+    Qwen3OmniMoeThinkerConfig,
+    Qwen3VLConfig,
+)
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 from services.worker.models.config import ModelConfig, ModelError
@@ -68,6 +76,37 @@ def test_what_a_file_leaves_out_is_the_librarys(tmp_path: Path) -> None:
     for key in ("rms_norm_eps", "rope_parameters"):
         del said["text_config"][key]
     assert read(tmp_path, said) == whole
+
+
+@pytest.mark.parametrize(
+    ("architecture", "whole", "theirs", "own"),
+    [
+        ("Qwen2_5OmniModel", "qwen2_5_omni", Qwen2_5OmniThinkerConfig, {}),
+        (
+            "Qwen3OmniMoeForConditionalGeneration",
+            "qwen3_omni_moe",
+            Qwen3OmniMoeThinkerConfig,
+            {"num_attention_heads": 32, "head_dim": 128},
+        ),
+    ],
+)
+def test_of_qwen_omni_the_part_that_writes_text_is_read(
+    tmp_path: Path, architecture: str, whole: str, theirs: Any, own: dict[str, int]
+) -> None:
+    """Where it says no sizes, those of the library; Qwen3-Omni's make no heads there."""
+    said = json.loads(theirs(text_config=own).to_json_string())
+    outer = {"architectures": [architecture], "model_type": whole, "torch_dtype": "bfloat16"}
+    config = read(tmp_path, {**outer, "thinker_config": {**said, "dtype": None}})
+    text = said["text_config"]
+    sizes = ("vocab_size", "hidden_size", "intermediate_size")
+    assert [getattr(config, name) for name in sizes] == [text[name] for name in sizes]
+    assert (config.num_layers, config.num_heads) == (text["num_hidden_layers"], text["num_attention_heads"])
+    assert (config.dtype, config.tied_embeddings, config.max_positions) == ("bfloat16", False, 32_768)
+    assert config.input_levels == len(said["vision_config"].get("deepstack_visual_indexes", ()))
+    assert (
+        read(tmp_path, {**outer, "thinker_config": {"vision_config": said["vision_config"], "text_config": own}})
+        == config
+    )
 
 
 def test_qwen3_interleaves_its_sections_and_has_levels(tmp_path: Path) -> None:
