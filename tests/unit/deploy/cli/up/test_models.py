@@ -9,10 +9,12 @@ import pytest
 
 from deploy.cli.up.assignments import parsed_settings
 from deploy.cli.up.choices import stack_spec
+from deploy.cli.up.counts import allows_texts_alone
 from deploy.cli.up.models import chosen_models, split_assignments
 from deploy.errors import CommandError
 from deploy.supervisor.launch import LaunchContext, service_command
 from deploy.supervisor.spec import StackSpec
+from services.gateway.config import GatewayConfig
 from tests.support.paths import DEMO_MODEL
 
 BOTH = (f"org/a={DEMO_MODEL}", f"b={DEMO_MODEL}")
@@ -117,6 +119,14 @@ def test_a_file_or_the_environment_says_that_there_is_no_encoder_as_a_flag_does(
         assert bool(spec.counts.encoder) == has_encoder
         told = "language_model_only" in spec.settings.get("worker", {})
         assert told == (setting == "max_images" and not has_encoder)
+
+
+def test_a_model_that_sees_and_hears_is_served_for_texts_where_nothing_of_that_is_allowed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2_5OmniModel"], "thinker_config": {}}))
+    kinds = ("max_images", "max_videos", "max_sounds")
+    assert allows_texts_alone(tmp_path, GatewayConfig(**dict.fromkeys(kinds, 0)))
+    for kind in kinds:
+        assert not allows_texts_alone(tmp_path, GatewayConfig(**{**dict.fromkeys(kinds, 0), kind: 1}))
 
 
 def test_a_model_of_which_nobody_reads_weights_has_no_encoder(tmp_path: Path) -> None:
