@@ -20,8 +20,8 @@ from shared.bus.memory_bus import MemoryBus
 from shared.bus.nats_connection import NatsOptions, connect
 from tests.support.cluster.nats_server import NatsServer, nats_server
 from tests.support.cluster.stall_proof_clock import StallProofClock
-from tests.support.compiled_tests import compile_missing
-from tests.support.left_out import EXTRAS, LeftOutReport
+from tests.support.compiled_tests import compile_missing, keep_constants
+from tests.support.left_out import FOLDERS, LeftOutReport
 from tests.support.worker.broken_devices import end_if_broken, show_errors
 
 # Before torch is imported: models of tests are too small for several threads, and tests run side by side.
@@ -65,6 +65,7 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     compile_missing(config)
+    keep_constants()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -96,8 +97,9 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes share the files (`make test`), none shall be left alone with a long one at the end."""
     for item in items:
-        if item.nodeid.startswith(EXTRAS):
-            item.add_marker(pytest.mark.extras)
+        for marker, folders in FOLDERS.items():
+            if item.nodeid.startswith(folders):
+                item.add_marker(marker)
     items.sort(key=lambda item: [not item.nodeid.startswith(prefix) for prefix in LONGEST_FIRST])
 
 

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.support.cluster.ray_nodes import RayNode, RayNodes
 
-HERE = Path(__file__).parent
 NODES = 3
 NODE_CPUS = 5
 """Of each node: what the test runs fits on two of them, so that none is to be added while streams run."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.ray)
 
 
 class RayMachines:

@@ -45,6 +45,14 @@ EXTRAS = (
 )
 """What is beside serving: offline use, benchmarks, simulation, tuning, Kubernetes, the wheel, Prometheus,
 the console in a browser. Marked `extras`."""
+FOLDERS: dict[str, str | tuple[str, ...]] = {
+    "faults": "tests/faults/",
+    "kernels": "tests/unit/worker/ops/triton/",
+    "hosts": "tests/hosts/",
+    "ray": "tests/ray/",
+    "extras": EXTRAS,
+}
+"""What bears a marker by where it is. Files elsewhere may bear it, too."""
 LANES = {
     "slow": "make test-slow",
     "extras": "make test-extras",
