@@ -93,6 +93,23 @@ BATON_INLINE void store_whole(const I whole[kParcels], int8_t* first, int8_t* se
 #endif
 }
 
+#if defined(BATON_VNNI)
+// Sixteen whole numbers as DigitRows::pairs has them, each four `stride` behind the four before.
+BATON_INLINE void store_pairs(I whole, int16_t* to, int64_t stride) {
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 3, 6, 7, 0, 1, 4, 5, 10, 11, 14, 15, 8, 9, 12, 13));
+    __m256i numbers = _mm512_cvtepi32_epi16(_mm512_sub_epi32((__m512i)whole.part[0], _mm512_set1_epi32(128)));
+    int64_t fours[4];
+    _mm256_storeu_si256((__m256i*)fours, _mm256_shuffle_epi8(numbers, order));
+    for (int i = 0; i < 4; ++i) memcpy(to + i * stride, fours + i, 8);
+}
+
+// Adds to sums whose total is theirs the products of sixteen whole numbers, two and two.
+BATON_INLINE void add_pairs_of(I whole, I& sums) {
+    __m512i low = _mm512_and_si512((__m512i)whole.part[0], _mm512_set1_epi32(0xffff));
+    sums.part[0] = (RegI)_mm512_dpwssd_epi32((__m512i)sums.part[0], low, _mm512_srli_epi64(low, 32));
+}
+#endif
+
 void add(I& sums, I digits) { BATON_EACH sums.part[i_] = sums.part[i_] + digits.part[i_]; }
 
 int32_t total(I sums) {
@@ -106,43 +123,79 @@ int32_t total(I sums) {
 #endif
 }
 
+// Inputs from `i` on as whole numbers; zeros behind the last.
+template <class Item> BATON_INLINE void round_some(const Item* x, int i, int in, float inverse, I whole[kParcels]) {
+    if (i + kDigits <= in) {
+        for (int k = 0; k < kParcels; ++k) whole[k] = rounded(load(x + i + k * kLanes), inverse);
+    } else {
+        for (int k = 0; i + k * kLanes < in; ++k) whole[k] = rounded(load_some(x + i + k * kLanes, in - i - k * kLanes), inverse);
+    }
+}
+
 }  // namespace
+
+#if defined(BATON_VNNI)
+template <class Item> void DigitRows::keep_pairs(const Item* x, int in, int row, float inverse) {
+    auto next = std::upper_bound(how_.tiles->begin(), how_.tiles->end(), row);
+    int first = next[-1], rows = *next - first, segment = how_.segment ? how_.segment : kPairedInputs;
+    auto* to = (int16_t*)items_.data() + first * stride_ + (row - first) * 4;
+    int32_t* products = pair_sums_.data() + first * pair_segments_ + row - first;
+    int32_t* sums = segment_sums_.data() + first * segments_ + row - first;
+    I product = {}, sum = {};
+    for (int i = 0; i < stride_; i += kDigits) {
+        I whole[kParcels] = {};
+        round_some(x, i, in, inverse, whole);
+        for (int k = 0; k < kParcels; ++k) {
+            int end = i + (k + 1) * kLanes;
+            store_pairs(whole[k], to + int64_t(end - kLanes) * rows, 4 * rows);
+            if (end - kLanes >= in) continue;
+            add_pairs_of(whole[k], product);
+            add(sum, whole[k]);
+            if (end % segment && end < in) continue;
+            int32_t whole_sum = how_.segment ? total(sum) : 0;
+            if (how_.segment) *sums = whole_sum, sums += rows;
+            *products = int32_t(uint32_t(total(product)) - uint32_t(how_.lifted) * uint32_t(whole_sum)), products += rows;
+            product = sum = {};
+        }
+    }
+}
+#endif
 
 template <class Item> void DigitRows::round_row(const Item* x, int in, int row) {
     uint32_t bits = greatest_bits(x, in);
-    float most, inverse = 0.0f, top = kGreatest[digits_ - 1];
+    float most, inverse = 0.0f, top = kGreatest[how_.digits - 1];
     memcpy(&most, &bits, 4);
-    auto* to = (int8_t*)items_.data() + row * digits_ * stride_;
+    auto* to = (int8_t*)items_.data() + row * how_.digits * stride_;
     bool number = bits < kInfinity;
     scales_[row] = number ? 0.0f : __builtin_nanf("");
     if (number && most > kLeast) scales_[row] = most / top, inverse = top / most;
+#if defined(BATON_VNNI)
+    if (how_.tiles) return keep_pairs(x, in, row, inverse);
+#endif
     if (inverse == 0.0f) {
-        memset(to, 0, size_t(digits_ * stride_));
-        std::fill_n(sums_.data() + row * digits_, digits_, 0);
+        memset(to, 0, size_t(how_.digits * stride_));
+        std::fill_n(sums_.data() + row * how_.digits, how_.digits, 0);
         std::fill_n(segment_sums_.data() + row * segments_, segments_, 0);
         return;
     }
     I segment = {}, sums[2] = {};
     for (int i = 0; i < stride_; i += kDigits, to += kDigits) {
         I whole[kParcels] = {};
-        if (i + kDigits <= in) {
-            for (int k = 0; k < kParcels; ++k) whole[k] = rounded(load(x + i + k * kLanes), inverse);
-        } else {
-            for (int k = 0; i + k * kLanes < in; ++k) whole[k] = rounded(load_some(x + i + k * kLanes, in - i - k * kLanes), inverse);
-        }
-        for (int k = 0; segment_ && k < kParcels && i + k * kLanes < in; ++k) {
+        round_some(x, i, in, inverse, whole);
+        for (int k = 0; how_.segment && k < kParcels && i + k * kLanes < in; ++k) {
             add(segment, whole[k]);
             int end = i + (k + 1) * kLanes;
-            if (end % segment_ == 0) segment_sums_[row * segments_ + end / segment_ - 1] = total(segment), segment = {};
+            if (end % how_.segment == 0) segment_sums_[row * segments_ + end / how_.segment - 1] = total(segment), segment = {};
         }
-        store_whole(whole, to, digits_ == 2 ? to + stride_ : nullptr, sums);
+        store_whole(whole, to, how_.digits == 2 ? to + stride_ : nullptr, sums);
     }
-    for (int digit = 0; digit < digits_; ++digit) sums_[row * digits_ + digit] = total(sums[digit]);
+    for (int digit = 0; digit < how_.digits; ++digit) sums_[row * how_.digits + digit] = total(sums[digit]);
 }
 
-void DigitRows::round(Pool& pool, const Rows& x, int in, int digits, int segment) {
-    digits_ = digits;
-    segment_ = segment;
+void DigitRows::round(Pool& pool, const Rows& x, int in, const Rounding& how) {
+    how_ = how;
+    int digits = how.digits, segment = how.segment, paired_inputs = segment ? segment : kPairedInputs;
+    pair_segments_ = how.tiles ? (in + paired_inputs - 1) / paired_inputs : 0;
     segments_ = segment ? in / segment : 0;
     stride_ = (in + 63) / 64 * 64;
     // Not a multiple of 1 kB apart: tiles would find their rows in the same few sets of the cache.
@@ -152,9 +205,12 @@ void DigitRows::round(Pool& pool, const Rows& x, int in, int digits, int segment
     if (scales_.size() < size_t(x.count)) scales_.resize(x.count);
     if (sums_.size() < size_t(x.count) * digits) sums_.resize(size_t(x.count) * digits);
     if (segment_sums_.size() < size_t(x.count) * segments_) segment_sums_.resize(size_t(x.count) * segments_);
-    pool.run((x.count + kRowsOfTile - 1) / kRowsOfTile, [&](int tile, int) {
-        int end = std::min(x.count, (tile + 1) * kRowsOfTile);
-        for (int row = tile * kRowsOfTile; row < end; ++row) {
+    if (pair_sums_.size() < size_t(x.count) * pair_segments_) pair_sums_.resize(size_t(x.count) * pair_segments_);
+    // Threads do not write to one tile of pairs, whose rows' numbers lie among each other.
+    int tiles = how.tiles ? int(how.tiles->size()) - 1 : (x.count + kRowsOfTile - 1) / kRowsOfTile;
+    pool.run(tiles, [&](int tile, int) {
+        int row = how.tiles ? (*how.tiles)[tile] : tile * kRowsOfTile;
+        for (int end = how.tiles ? (*how.tiles)[tile + 1] : std::min(x.count, row + kRowsOfTile); row < end; ++row) {
             if (x.number == Number::kHalf) round_row((const Bf16*)x.data + row * x.stride, in, row);
             else round_row((const float*)x.data + row * x.stride, in, row);
         }

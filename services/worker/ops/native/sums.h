@@ -111,6 +111,21 @@ template <int R, int C> BATON_INLINE void write_floats(const Product& p, int row
 // Whether a kind multiplies rows that were rounded to its items.
 template <class Kind> constexpr bool kRounds = std::is_same_v<Kind, Quad>;
 
+// 65,536 * high + low, rounded once where both are below 2^24.
+BATON_INLINE F number_of_parts(Sixteen<RegI> high, Sixteen<RegI> low) { return fma(floats_of(high), all(65536.0f), floats_of(low)); }
+
+// 256 * first + second, of so many inputs, rounded once.
+BATON_INLINE F number_of_digits(Sixteen<RegI> first, Sixteen<RegI> second, int in) {
+    constexpr int kHeldByFloats = 1024;  // 128 * 128 * 1,024 is 2^24
+    if (in <= kHeldByFloats) return fma(floats_of(first), all(256.0f), floats_of(second));
+    Sixteen<RegI> high, low;
+    BATON_EACH {
+        high.part[i_] = (first.part[i_] >> 8) + (second.part[i_] >> 16);
+        low.part[i_] = ((first.part[i_] & 255) << 8) + (second.part[i_] & 0xffff);
+    }
+    return number_of_parts(high, low);
+}
+
 // What the sums of whole numbers stand for: `row` is the first in x, R its digits and those of the rows behind it. kExcess:
 // sums began with zeros, not with Quad::first_sum.
 template <int Digits, bool kExcess, int R, int C>
@@ -118,17 +133,16 @@ BATON_INLINE Sums<R / Digits, C> numbers_of(const Product& p, int64_t row, const
     Sums<R / Digits, C> numbers;
     for (int r = 0; r < R / Digits; ++r)
         for (int c = 0; c < C; ++c) {
-            F number = zeros();
+            Sixteen<RegI> whole[Digits];
             for (int digit = 0; digit < Digits; ++digit) {
                 U sum = bits_of(sums.at[r * Digits + digit][c]);
-                Sixteen<RegI> whole;
-                BATON_EACH whole.part[i_] = (RegI)sum.part[i_];
+                BATON_EACH whole[digit].part[i_] = (RegI)sum.part[i_];
                 if constexpr (kExcess) {
                     U first = Quad::first_sum(p.rounded->sums(row + r), digit);
-                    BATON_EACH whole.part[i_] = (RegI)(sum.part[i_] + first.part[i_]);
+                    BATON_EACH whole[digit].part[i_] = (RegI)(sum.part[i_] + first.part[i_]);
                 }
-                number = digit ? fma(number, all(256.0f), floats_of(whole)) : floats_of(whole);
             }
+            F number = Digits == 1 ? floats_of(whole[0]) : number_of_digits(whole[0], whole[Digits - 1], p.linear.in);
             numbers.at[r][c] = number * (all(*p.rounded->scales(row + r)) * load(weight_scales + c * kLanes));
         }
     return numbers;
