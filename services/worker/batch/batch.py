@@ -193,9 +193,7 @@ class Batch:
     @property
     def first_drawn(self) -> Int32s:
         """[Q] which of the R rows is the first of each sequence."""
-        rows = self.drafted + 1
-        first: Int32s = np.cumsum(rows, dtype=np.int32) - rows
-        return first
+        return first_rows(self.drafted)
 
     def last_rows(self, counts: Int32s) -> Int32s:
         """[Q] the row that the last of `counts` [Q] tokens of each sequence was drawn behind."""
@@ -205,3 +203,41 @@ class Batch:
     def drawn_at_most(self) -> int:
         """Q * (K + 1), K being the most drafts that one of the sequences has."""
         return len(self.sampled) * (int(self.drafted.max(initial=0)) + 1)
+
+
+class DecodeRows(NamedTuple):
+    """The R rows of a step in which each of Q sequences decodes: one of its last token, and one of each draft."""
+
+    sampled: tuple[SequenceId, ...]
+    """[Q] in the plan's order."""
+    sampled_indices: Indices
+    """[Q]"""
+    drafted: Int32s
+    """[Q] drafts of each. They follow each other."""
+    seq_indices: Indices
+    """[R] whose row each is."""
+    positions: Int32s
+    """[R]"""
+    choices: SamplingBatch
+    """[R]"""
+
+    @property
+    def levels(self) -> Int32s:
+        """See `Batch.levels`."""
+        return self.drafted
+
+    @property
+    def first_drawn(self) -> Int32s:
+        """See `Batch.first_drawn`."""
+        return first_rows(self.drafted)
+
+    def rows_of(self, which: NDArray[np.bool_]) -> Indices:
+        """All rows of these [Q] sequences."""
+        return np.flatnonzero(np.repeat(which, self.drafted + 1))
+
+
+def first_rows(drafted: Int32s) -> Int32s:
+    """[Q] the first row of each sequence, where each has one more than it has drafts."""
+    rows = drafted + 1
+    first: Int32s = np.cumsum(rows, dtype=np.int32) - rows
+    return first

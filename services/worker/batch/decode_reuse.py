@@ -34,11 +34,6 @@ class DecodeReuse:
         self._sequences = sequences
         self._before: _Before | None = None
 
-    @property
-    def remembers(self) -> bool:
-        """Whether the last batch was such a one."""
-        return self._before is not None
-
     def forget(self) -> None:
         """The next batch has to be made anew."""
         self._before = None

@@ -71,6 +71,10 @@ class RopeShifts:
         if computed < shifts.shape[1] - 1:
             self._within[seq_index] = shifts[:, :-1]
 
+    def any_of(self, seq_indices: Indices) -> bool:
+        """Whether one of these sequences is shifted."""
+        return bool(self._shifted) and not self._shifted.isdisjoint(seq_indices.tolist())
+
     def of(self, seq_indices: Indices, places: Int32s) -> Int32s | None:
         """[3, n] for rows of these sequences [n] and places [n]; None where no row is shifted."""
         if not self._shifted:

@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.batch.batch import NO_COPIES, Batch, BrokenPlan, DraftTokens, ScheduledWork, StateCopies
+from services.worker.batch.batch import (
+    NO_COPIES,
+    Batch,
+    BrokenPlan,
+    DecodeRows,
+    DraftTokens,
+    ScheduledWork,
+    StateCopies,
+)
 from services.worker.batch.draft_trees import NO_DRAFTS, BranchBlocks, TreeRows, lay_out, place_trees
 from services.worker.batch.encoded_rows import EncodedTables
 from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledHead, PromptPool, pooled_rows
@@ -210,15 +218,12 @@ class SequenceTable:
         Raises BrokenPlan where they cannot be computed.
         """
         self._check_work(scheduled)
-        drafted = np.zeros(len(scheduled.seq_indices), dtype=np.int32)
         laid_out = None
         if drafts is not None and drafts.parents is not None:
             laid_out = self._lay_out(scheduled, drafts)
-            drafted[:] = [tree.drafts for tree in laid_out]
-        elif drafts is not None:
-            drafted[scheduled.speculating] = drafts.counts
-            if isinstance(drafts.tokens, np.ndarray):
-                self._put_drafts(scheduled.seq_indices[scheduled.speculating], drafts.tokens, drafts.counts)
+            drafted = np.array([tree.drafts for tree in laid_out], dtype=np.int32)
+        else:
+            drafted = self._put_paths(scheduled, drafts)
         # Each share is one run of rows; but each draft is one of its own, as all of them are decodes then.
         share, ahead = expand_drafts(drafted)
         if laid_out is not None:
@@ -256,6 +261,28 @@ class SequenceTable:
             encoded=None if self.encoded is None else self.encoded.of(rows.seq_indices),
             trees=trees,
         )
+
+    def decodes(self, scheduled: ScheduledWork, drafts: DraftTokens | None) -> DecodeRows:
+        """The rows of `scheduled`, decodes which count as computed from here on; `drafts`, known and no trees, are
+        those of the speculating ones. Raises BrokenPlan."""
+        self._check_work(scheduled)
+        seq_indices = scheduled.seq_indices
+        drafted = self._put_paths(scheduled, drafts)
+        owner, ahead = expand_drafts(drafted)
+        rows = seq_indices[owner]
+        positions = self._computed[rows] + ahead
+        self.count_computed(seq_indices)
+        sampled = tuple(item.sequence for item in scheduled.work)
+        return DecodeRows(sampled, seq_indices, drafted, rows, positions, self.sampling_batch(rows, ahead))
+
+    def _put_paths(self, scheduled: ScheduledWork, drafts: DraftTokens | None) -> Int32s:
+        """How many drafts [W] each has; those that the host knows lie behind its known tokens then."""
+        drafted = np.zeros(len(scheduled.seq_indices), dtype=np.int32)
+        if drafts is not None:
+            drafted[scheduled.speculating] = drafts.counts
+            if isinstance(drafts.tokens, np.ndarray):
+                self._put_drafts(scheduled.seq_indices[scheduled.speculating], drafts.tokens, drafts.counts)
+        return drafted
 
     def _lay_out(self, scheduled: ScheduledWork, drafts: DraftTokens) -> list[TreeRows]:
         """The rows of each sequence. What has no branches is put behind its known tokens, too, where masks and
@@ -381,6 +408,8 @@ class BlockTables:
         self.others: tuple[Int32s, ...] = tuple(np.zeros_like(self.ids) for _ in groups[1:])
         """[sequences, width] of each group behind it."""
         tables = (self.ids, *self.others)
+        self.tables = list(zip(tables, [group.window for group in groups] or [None], strict=True))
+        """Of each group of layers, and how many positions its tokens see; None: all."""
         self.windows = [(each, group) for each, group in zip(tables, groups, strict=False) if group.window is not None]
         """Tables of layers that do not see all tokens."""
         self.held: Int32s = np.zeros(max_sequences, dtype=np.int32)

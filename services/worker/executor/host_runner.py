@@ -21,15 +21,16 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.backend import StepOutput
-from services.worker.batch.batch import NO_COPIES, Batch
+from services.worker.batch.batch import NO_COPIES, Batch, DecodeRows
 from services.worker.batch.decode_reuse import DecodeReuse
 from services.worker.batch.draft_trees import AcceptedPaths, accepted_rows
 from services.worker.batch.pooled_rows import NO_VECTORS
 from services.worker.batch.prompt_rows import ScoredPromptRows
-from services.worker.batch.rows import Int32s
+from services.worker.batch.rows import Indices, Int32s
 from services.worker.batch.staging import rows_in_place
 from services.worker.distributed.lockstep import LatestStep
 from services.worker.executor.pending import ExpectedSteps
@@ -42,12 +43,13 @@ from services.worker.executor.runner import (
     step_output,
     undefined_sequences,
 )
-from services.worker.graphs.host_decodes import HostDecode, HostDecodes
+from services.worker.graphs.host_decodes import HostDecode, HostDecodes, LeftRows
 from services.worker.ops.interface import BatchMeta
+from services.worker.sampling.logprobs import RowLogprobs
 from services.worker.sampling.sampler import SamplerOutput
-from services.worker.speculation.verification import NO_TOKENS, AcceptedTokens, sampled_rows
+from services.worker.speculation.verification import NO_TOKENS, AcceptedTokens, by_sequence, sampled_rows
 from shared.messages.scheduler import SequenceFailed, StepTiming
-from shared.messages.worker import SequenceWork, StepPlan
+from shared.messages.worker import StepPlan
 
 
 class _Inputs(NamedTuple):
@@ -74,7 +76,8 @@ class HostRunner(StepRunner):
         self._decodes: HostDecodes | None = None
         """None where steps of decodes are more than one call of the library."""
         if self.mode == "prepared":
-            self._decodes = HostDecodes.of(rank.decoder, rank.caches, rank.sequences, rank.max_num_seqs)
+            of_rank = (rank.caches, rank.sequences, rank.max_num_seqs, rank.loras)
+            self._decodes = HostDecodes.of(rank.decoder, *of_rank)
         self._latest: HostStep | None = None
         """The step that was prepared last; None: nothing is under way."""
 
@@ -119,41 +122,50 @@ class HostRunner(StepRunner):
         if not whole and self._decodes is not None and (decode := self._decodes.next(plan.work)) is not None:
             rank.drafting.steps_without_drafts += 1
             return decode
-        batch = None if whole else self._reuse.next(plan.work)
-        if batch is not None:
+        made: Batch | HostDecode | None = None if whole else self._reuse.next(plan.work)
+        if made is not None:
             rank.drafting.steps_without_drafts += 1
-        elif (batch := self._new_batch(plan)) is None:
-            return None
-        if self._on_cpu:  # token ids are read when it is launched
-            ids, meta = rows_in_place(batch.rows, batch.logits_rows)
         else:
-            np.copyto(batch.rows.ids, sequences.tokens[batch.rows.seq_indices, batch.rows.positions])
-            ids, meta = rank.staging.place(batch.rows, batch.logits_rows)
-        placed = rank.draws and not batch.drafted.any()
-        return _Inputs(batch, ids, meta, sequences.advance(batch.sampled_indices) if placed else None)
+            made = self._made(plan)
+        if made is None or isinstance(made, HostDecode):
+            return made
+        if self._on_cpu:  # token ids are read when it is launched
+            ids, meta = rows_in_place(made.rows, made.logits_rows)
+        else:
+            np.copyto(made.rows.ids, sequences.tokens[made.rows.seq_indices, made.rows.positions])
+            ids, meta = rank.staging.place(made.rows, made.logits_rows)
+        placed = rank.draws and not made.drafted.any()
+        return _Inputs(made, ids, meta, sequences.advance(made.sampled_indices) if placed else None)
 
-    def _new_batch(self, plan: StepPlan) -> Batch | None:
-        """Builds the batch of a plan from scratch; None if there is nothing to compute."""
+    def _made(self, plan: StepPlan) -> Batch | HostDecode | None:
+        """Builds the step of a plan from scratch; None if there is nothing to compute."""
         self._forget()
         sequences = self.rank.sequences
         scheduled = sequences.scheduled(plan.work) if plan.work else None
         if scheduled is None or not scheduled.work:
             return None
-        drafts = self.rank.drafting.propose(scheduled)
-        batch = sequences.batch(scheduled, None if drafts is None else drafts.on_host())
-        self._remember(plan.work, batch)
+        proposed = self.rank.drafting.propose(scheduled)
+        drafts = None if proposed is None else proposed.on_host()
+        decodes = None if self.rank.drafting.observes else self._decodes
+        copied = plan.restored or plan.checkpoints
+        if decodes is not None and not copied:
+            decode = decodes.first(scheduled, drafts, self._drawn_here(scheduled.seq_indices))
+            if decode is not None:
+                return decode
+        batch = sequences.batch(scheduled, drafts)
+        if decodes is None or not decodes.knows(scheduled.seq_indices):
+            self._reuse.remember(plan.work, batch)
         copies = sequences.state_copies(plan)
         return batch if copies is NO_COPIES else replace(batch, copies=copies)
 
-    def _remember(self, work: tuple[SequenceWork, ...], batch: Batch) -> None:
-        """The next step may go on with `batch`, of `work`: by one call of the library where that knows all of it."""
-        self._reuse.remember(work, batch)
-        if self._decodes is None or not self._reuse.remembers:
-            return
-        rank = self.rank
-        plain = not (rank.guided or rank.processors or rank.drafting.observes)
-        if plain and self._decodes.remember(work, batch):
-            self._reuse.forget()
+    def _drawn_here(self, seq_indices: Indices) -> NDArray[np.bool_] | None:
+        """[W] for whom a grammar or a processor has a word in what is drawn; None where nobody does."""
+        rank, found = self.rank, []
+        if rank.guided:
+            found.append(rank.guided.with_grammar(seq_indices))
+        if rank.processors:
+            found.append(rank.processors.asked_by(seq_indices))
+        return np.isin(seq_indices, np.concatenate(found)) if found else None
 
     def _forget(self) -> None:
         """The next batch is made anew."""
@@ -174,7 +186,7 @@ class HostRunner(StepRunner):
             step.timing = StepTiming(wait=0.0, prepare=prepare, forward=0.0, sample=0.0)
             return
         if isinstance(step.inputs, HostDecode):
-            forward = step.inputs.compute()
+            forward = self._decode(step, step.inputs)
             sample = time.perf_counter() - begun - forward
             step.timing = StepTiming(wait=0.0, prepare=prepare, forward=forward, sample=sample)
             return
@@ -214,6 +226,44 @@ class HostRunner(StepRunner):
         over, waited = time.perf_counter(), rank.pipeline.take_waited() if rank.pipeline.stages > 1 else 0.0
         forward = forwarded - begun - waited
         step.timing = StepTiming(wait=waited, prepare=prepare, forward=forward, sample=over - forwarded)
+
+    def _decode(self, step: HostStep, decode: HostDecode) -> float:
+        """One call of the library; how many seconds the forward pass took. What that left is drawn, and what became of
+        drafts is read."""
+        rank, rows, left = self.rank, decode.run.rows, decode.run.left
+        guided = rank.guided or None
+        if guided is not None and left is not None:
+            drafts = rank.sequences.drafts(left.seq_indices, int(left.drafted.max(initial=0)))
+            guided.request_masks(left.seq_indices, left.drafted, drafts)
+        forward = decode.compute()
+        logprobs = () if left is None else self._draw_left(step, decode, left)
+        if left is None and guided is not None:
+            step.failed = guided.take_failed()
+        drafted = bool(rows.drafted.any())
+        if left is None and not drafted:
+            return forward
+        step.verdict = verdict = AcceptedTokens(by_sequence(decode.drawn, rows.drafted), decode.gained, logprobs)
+        step.decoded = rows
+        step.failed += undefined_sequences(rows, torch.from_numpy(decode.undefined))
+        decode.release()
+        if drafted:
+            rank.sequences.assume(rows.sampled_indices, verdict.counts - 1)
+        if guided is not None and left is not None:
+            guided.accept(left.seq_indices, verdict.counts[left.places], verdict.tokens[left.places])
+        return forward
+
+    def _draw_left(self, step: HostStep, decode: HostDecode, left: LeftRows) -> tuple[RowLogprobs, ...]:
+        """Has the sampler draw the rows that the library left; their log-probabilities, of the step's rows."""
+        rank, (logits, choices) = self.rank, decode.left_logits(left)
+        if guided := rank.guided or None:
+            choices, step.failed = masked(guided, choices) or choices, guided.take_failed()
+        if processors := rank.processors or None:
+            choices = processors.process(logits, choices, rank.sequences.history, rank.sequences.generations)
+            step.failed += processors.take_failed()
+        drawn = self.draw(logits, choices, rank.sequences.history)
+        assert drawn.undefined is not None, "it was looked for"
+        decode.accept(left, drawn.tokens, drawn.undefined)
+        return tuple(each._replace(rows=left.rows[each.rows]) for each in drawn.logprobs)
 
     def _observe(self, inputs: _Inputs, features: Tensor | None, verdict: AcceptedTokens) -> None:
         batch, _, meta, _ = inputs
@@ -263,7 +313,9 @@ class HostStep:
         self.prepared = self.lengths_known = prepared
         """How long sequences are behind a step that may have drafts depends on what it draws."""
         self.verdict: AcceptedTokens | None = None
-        """None on ranks that draw nothing."""
+        """None on ranks that draw nothing, and where the library alone has drawn, without drafts."""
+        self.decoded: DecodeRows | None = None
+        """What `verdict` is of, where the pass was one call of the library."""
         self.scored = ScoredPromptRows()
         self.vectors = NO_VECTORS
         self.failed: tuple[SequenceFailed, ...] = ()
@@ -300,7 +352,9 @@ class HostStep:
             if self._error is not None:
                 raise self._error
         if isinstance(self.inputs, HostDecode):
-            return decode_output(self.timing, self.inputs)
+            if self.verdict is None:
+                return decode_output(self.plan, self.timing, self.inputs, self.failed)
+            return step_output(self.plan, self.timing, self.decoded, self.verdict, self.scored, self.failed)
         batch = None if self.inputs is None else self.inputs.batch
         output = step_output(self.plan, self.timing, batch, self.verdict, self.scored, self.failed, self.vectors)
         return output if self.shared is None else msgspec.structs.replace(output, shared=self.shared)

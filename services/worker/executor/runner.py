@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.worker.backend import ExecutionMode, Step, StepOutput
-from services.worker.batch.batch import Batch, BrokenPlan
+from services.worker.batch.batch import Batch, BrokenPlan, DecodeRows
 from services.worker.batch.draft_trees import BranchBlocks
 from services.worker.batch.pooled_rows import NO_VECTORS, PooledHead, PooledVectors
 from services.worker.batch.prompt_rows import ScoredPromptRows
@@ -340,12 +340,17 @@ class StepRunner:
         if choices is None or logits is None:
             drawn = SamplerOutput(torch.empty(len(batch.drawn_rows), dtype=torch.int64, device=self.rank.device))
         else:
-            drawn = sample(logits, choices, history, self._draw, self.find_logprobs, self._find_likeliest)
-            if drawn.undefined is None:
-                drawn = replace(drawn, undefined=undefined_rows(logits, drawn.tokens))
+            drawn = self.draw(logits, choices, history)
         if choices is None or communicator.world_size == 1:
             return drawn
         return replace(drawn, tokens=communicator.broadcast(drawn.tokens))
+
+    def draw(self, logits: Tensor, choices: SamplingBatch, history: HistoryLookup) -> SamplerOutput:
+        """A token for each row of `logits` [R, words], and which of them mean nothing."""
+        drawn = sample(logits, choices, history, self._draw, self.find_logprobs, self._find_likeliest)
+        if drawn.undefined is None:
+            drawn = replace(drawn, undefined=undefined_rows(logits, drawn.tokens))
+        return drawn
 
 
 def masked(guided: GuidedSequences, choices: SamplingBatch | None) -> SamplingBatch | None:
@@ -388,17 +393,21 @@ def split_logits(batch: Batch, logits: Tensor | None, find: FindLogprobs | None)
     return SplitLogits(logits.index_select(0, drawn), batch.prompts.scored(logits.index_select(0, scored), find))
 
 
-def decode_output(timing: StepTiming, decode: HostDecode) -> StepOutput:
-    """The messages of a computed step of decodes."""
+def decode_output(
+    plan: StepPlan, timing: StepTiming, decode: HostDecode, failed: tuple[SequenceFailed, ...] = ()
+) -> StepOutput:
+    """The messages of a computed step of decodes that the library alone has drawn, without drafts."""
     sequences, drawn, undefined = decode.take()
     sampled = tuple(SampledTokens(each, (token,)) for each, token in zip(sequences, drawn, strict=True))
-    if True not in undefined:
-        return StepOutput(sampled, timing)
-    nan = (each for each, meaningless in zip(sequences, undefined, strict=True) if meaningless)
-    return StepOutput(sampled, timing, failed=tuple(SequenceFailed(each, UNDEFINED, "nan") for each in nan))
+    if len(sampled) != len(plan.work):
+        sampled = _complete(plan, sampled)
+    if True in undefined:
+        nan = (each for each, meaningless in zip(sequences, undefined, strict=True) if meaningless)
+        failed += tuple(SequenceFailed(each, UNDEFINED, "nan") for each in nan)
+    return StepOutput(sampled, timing, failed=failed)
 
 
-def undefined_sequences(batch: Batch, undefined: Tensor | None) -> tuple[SequenceFailed, ...]:
+def undefined_sequences(batch: Batch | DecodeRows, undefined: Tensor | None) -> tuple[SequenceFailed, ...]:
     """The sequences of `batch` that drew from NaN; `undefined`: see `SamplerOutput`."""
     if undefined is None or not (rows := np.flatnonzero(undefined.cpu().numpy())).size:
         return ()
@@ -409,7 +418,7 @@ def undefined_sequences(batch: Batch, undefined: Tensor | None) -> tuple[Sequenc
 def step_output(
     plan: StepPlan,
     timing: StepTiming,
-    batch: Batch | None,
+    batch: Batch | DecodeRows | None,
     verdict: AcceptedTokens | None,
     scored: ScoredPromptRows,
     failed: tuple[SequenceFailed, ...] = (),

@@ -1,23 +1,29 @@
 """Steps of decodes on a processor, each one call of the C++ library that ends with tokens drawn and held.
 
 What captured decodes are on a GPU: nothing is left to do between two such steps, and next to nothing to prepare one, as
-the library finds by a sequence's number what differs from step to step.
+the library finds by a sequence's number what differs from step to step. Tokens of whoever asks for more than the
+library's draws know are drawn from the call's logits by the sampler, and then put where the others are.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.batch.batch import Batch, BrokenPlan
+from services.worker.batch.batch import BrokenPlan, DecodeRows, DraftTokens, ScheduledWork
 from services.worker.batch.decode_reuse import goes_on
-from services.worker.batch.rows import Indices
+from services.worker.batch.rows import Indices, Int32s
 from services.worker.batch.sequences import SequenceTable
 from services.worker.models.decoder import Decoder
 from services.worker.models.loaded_model import CausalLm
+from services.worker.models.lora.adapted_models import NativeAdded
+from services.worker.models.lora.slots import NO_ADAPTER, LoraSlots
 from services.worker.models.native_decoder import NativeDecoder
 from services.worker.models.weights import KvCaches
 from services.worker.ops.native import library
@@ -29,15 +35,42 @@ _DRAWN = Feature.RANDOM | Feature.TOP | Feature.MIN_P
 """What the library's draws know."""
 
 
+class LeftRows(NamedTuple):
+    """Rows of a step whose tokens the sampler draws: all of some of its sequences."""
+
+    rows: Indices
+    """[A] of the step's."""
+    places: Indices
+    """[P] of the step's sequences."""
+    seq_indices: Indices
+    """[P]"""
+    drafted: Int32s
+    """[P]"""
+    choices: SamplingBatch
+    """[A] in the run's first step."""
+
+    @classmethod
+    def of(cls, rows: DecodeRows, more: NDArray[np.bool_] | None) -> LeftRows | None:
+        """Of whoever asks for more than the library knows, or is said to: `more` [Q]. None where nobody does."""
+        beyond = rows.choices.by_row & ~int(_DRAWN) != 0
+        if not beyond.any() and (more is None or not more.any()):
+            return None
+        asking = np.logical_or.reduceat(beyond, rows.first_drawn)
+        if more is not None:
+            asking |= more
+        own, places = rows.rows_of(asking), np.flatnonzero(asking)
+        return cls(own, places, rows.sampled_indices[places], rows.drafted[places], rows.choices.of_rows(own))
+
+
 class HostDecode:
     """A step of decodes. Used again once its outcome has been taken."""
 
-    def __init__(self, decoder: NativeDecoder, free: deque[HostDecode], logits: Tensor) -> None:
-        """`free`: where it waits for its next use. `logits` [most rows, words] are those of all steps."""
-        self._decoder, self._free, self._logits = decoder, free, logits
-        self._drawn: NDArray[np.int64] = np.empty(len(logits), dtype=np.int64)
-        self._undefined: NDArray[np.bool_] = np.empty(len(logits), dtype=np.bool_)
-        self._outcome = {"drawn": self._drawn.ctypes.data, "undefined": self._undefined.ctypes.data}
+    def __init__(self, decoder: NativeDecoder, free: deque[HostDecode]) -> None:
+        """`free`: where it waits for its next use."""
+        self._decoder, self._free = decoder, free
+        self._drawn: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._undefined: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
+        self._gained: Int32s = np.empty(0, dtype=np.int32)
         self._call = library.NativeDecode()
         self._run: HostDecodeRun | None = None
 
@@ -45,53 +78,114 @@ class HostDecode:
         """It is the step of `run` so many steps behind the first."""
         if run is not self._run:
             self._run, self._call = run, library.NativeDecode.from_buffer_copy(run.call)
-            for name, address in self._outcome.items():
-                setattr(self._call, name, address)
+            self._make_room(self._call.rows)
         self._call.steps = steps
 
+    def _make_room(self, rows: int) -> None:
+        if len(self._drawn) < rows:
+            self._drawn, self._undefined = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.bool_)
+            self._gained = np.empty(rows, dtype=np.int32)
+        for name, array in (("drawn", self._drawn), ("undefined", self._undefined), ("gained", self._gained)):
+            setattr(self._call, name, _address(array))
+
+    @property
+    def run(self) -> HostDecodeRun:
+        """That it is a step of."""
+        assert self._run is not None, "it was begun"
+        return self._run
+
     def compute(self) -> float:
-        """Draws a token for each sequence, which holds it from here on; how many seconds the forward pass took. Raises
-        IndexError where a token is outside of the vocabulary."""
+        """Draws a token for each row that is not left, which sequences hold from here on where none is; how many
+        seconds the forward pass took. Raises IndexError where a token is outside of the vocabulary."""
+        if (added := self.run.added()) is not None:
+            self._call.adapters = ctypes.pointer(added.adapters)
         self._decoder.decode(self._call)
         seconds: float = self._call.forward_seconds
         return seconds
 
     @property
     def logits(self) -> Tensor:
-        """[Q, words] until the next step is computed."""
-        return self._logits[: self._call.rows]
+        """[R, words] until the next step is computed."""
+        return self.run.logits[: self._call.rows]
+
+    def left_logits(self, left: LeftRows) -> tuple[Tensor, SamplingBatch]:
+        """[A, words] of the rows left, and how they are drawn."""
+        logits = self.logits
+        if len(left.rows) < len(logits):
+            logits = logits.index_select(0, torch.from_numpy(left.rows))
+        return logits, left.choices if not self._call.steps else left.choices.later(self._call.steps)
+
+    def accept(self, left: LeftRows, tokens: Tensor, undefined: Tensor) -> None:
+        """What was drawn of the rows left [A], and whether it means nothing: sequences hold all that stands from here
+        on."""
+        self._drawn[left.rows], self._undefined[left.rows] = tokens.numpy(), undefined.numpy()
+        self._decoder.accept(self._call)
+
+    @property
+    def drawn(self) -> Int32s:
+        """[R] until it is used again."""
+        return self._drawn[: self._call.rows].astype(np.int32)
+
+    @property
+    def gained(self) -> Int32s:
+        """[Q] tokens that each sequence holds more."""
+        return self._gained[: self._call.count].copy()
+
+    @property
+    def undefined(self) -> NDArray[np.bool_]:
+        """[R] which tokens mean nothing, until it is used again."""
+        return self._undefined[: self._call.rows]
 
     def take(self) -> tuple[tuple[SequenceId, ...], list[int], list[bool]]:
-        """Whose tokens were drawn, the tokens, and which of them mean nothing, as `SamplerOutput.undefined`. Once, when
-        it is computed; on any thread."""
-        assert self._run is not None, "it was begun"
-        sampled = self._run.sampled
+        """Of a step without drafts: whose tokens were drawn, the tokens, and which of them mean nothing, as
+        `SamplerOutput.undefined`. Once, when it is computed; on any thread."""
+        sampled = self.run.rows.sampled
         drawn, undefined = self._drawn[: len(sampled)].tolist(), self._undefined[: len(sampled)].tolist()
-        self._free.append(self)
+        self.release()
         return sampled, drawn, undefined
+
+    def release(self) -> None:
+        """In place of `take`, of a step whose outcome was read."""
+        self._free.append(self)
 
 
 class HostDecodeRun:
-    """Sequences that decode a token each, step after step, from a batch of `DecodeReuse` on."""
+    """Sequences that decode, step after step; with drafts, one step."""
 
     def __init__(
-        self, work: tuple[SequenceWork, ...], batch: Batch, sequences: SequenceTable, template: library.NativeDecode
+        self,
+        work: tuple[SequenceWork, ...],
+        rows: DecodeRows,
+        left: LeftRows | None,
+        sequences: SequenceTable,
+        template: library.NativeDecode,
+        logits: Tensor,
+        loras: LoraSlots | None,
     ) -> None:
-        """`batch`, of `work`, is computed in another way: its successor is the run's first step."""
-        assert batch.choices is not None, "somebody draws"
-        self.sampled, self.seq_indices = batch.sampled, batch.sampled_indices
-        self._work, self._sequences = work, sequences
+        """`work` and `rows` are of its first step. `logits` [rows or more, words]: where all steps' are. `loras`: None
+        where no row has an adapter."""
+        self.rows, self.left, self.logits = rows, left, logits
+        self._work, self._sequences, self._loras = work, sequences, loras
+        self._added: NativeAdded | None = None
         self._again: tuple[SequenceWork, ...] | None = None
         """The work of nearly all steps: without new blocks."""
-        self._ends = batch.rows.context_lens
-        self._room = sequences.blocks.room(self.seq_indices)
+        self._seq_indices = rows.sampled_indices
         self._steps = 0
-        self._count_left()
         self.call = library.NativeDecode.from_buffer_copy(template)
-        self._kept = (template, self._point(batch, batch.choices))
+        self._kept = (template, *self._point())
+        if self.goes_on:
+            self._ends = rows.positions + 1
+            self._room = sequences.blocks.room(self._seq_indices)
+            self._count_left()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there may be a second step: not behind drafts, nor where what is asked for depends on the step."""
+        choices = self.rows.choices
+        return self.call.rows == self.call.count and choices.table.position_independent(choices)
 
     def next(self, work: tuple[SequenceWork, ...]) -> int | None:
-        """How many steps behind `batch` that of `work` is, which counts as computed from here on. None, and nothing
+        """How many steps behind the first that of `work` is, which counts as computed from here on. None, and nothing
         done, where it does not go on with all sequences and no others, or a context is full. Raises BrokenPlan."""
         if work != self._again:
             if not goes_on(self._work, work):
@@ -108,14 +202,20 @@ class HostDecodeRun:
             raise BrokenPlan(f"{work[int((self._ends + self._steps >= self._room).argmax())]}: its blocks are full")
         self._left -= 1
         self._steps += 1
-        self._sequences.count_computed(self.seq_indices)
-        self._sequences.advance(self.seq_indices)
+        self._sequences.count_computed(self._seq_indices)
+        self._sequences.advance(self._seq_indices)
         return self._steps
+
+    def added(self) -> NativeAdded | None:
+        """What adapters add to the rows of each step; on the thread that computes. None: no row has one."""
+        if self._loras is not None and self._added is None:
+            self._added = self._loras.added(self._sequences.loras[self.rows.seq_indices])
+        return self._added
 
     def _append(self, work: tuple[SequenceWork, ...]) -> None:
         blocks = self._sequences.blocks
-        blocks.append_new(self.seq_indices, work)
-        self._room = blocks.room(self.seq_indices)
+        blocks.append_new(self._seq_indices, work)
+        self._room = blocks.room(self._seq_indices)
         self._count_left()
 
     @property
@@ -129,74 +229,125 @@ class HostDecodeRun:
         longest = self._sequences.tokens.shape[1] - 1
         self._left = int((np.minimum(self._room, longest) - self._ends).min()) - self._steps
 
-    def _point(self, batch: Batch, choices: SamplingBatch) -> object:
-        """Fills in the call; what it points to."""
-        call, sequences, rows = self.call, self._sequences, batch.rows
-        call.rows = len(self.sampled)
+    def _point(self) -> tuple[object, ...]:
+        """Fills in the call; what it points to beside `rows`."""
+        call, rows, choices = self.call, self.rows, self.rows.choices
+        call.count, call.rows = len(rows.sampled), len(rows.positions)
         call.sequences, call.positions = _address(rows.seq_indices), _address(rows.positions)
-        call.tokens, call.width = _address(sequences.tokens), sequences.tokens.shape[1]
-        call.tables, call.table_width = _address(sequences.block_tables), sequences.block_tables.shape[1]
-        if not choices.features & Feature.RANDOM:
-            return batch
-        table, seq_indices = choices.table, choices.seq_indices
+        if call.rows > call.count:
+            call.drafted = _address(rows.drafted)
+        call.to = self.logits.data_ptr()
         greedy = choices.by_row & int(Feature.RANDOM) == 0
+        if self.left is not None:
+            call.left = len(self.left.rows)
+            greedy[self.left.rows] = True  # the cheapest draw, of what nobody looks at
+        if greedy.all():
+            return ()
+        table, seq_indices = choices.table, choices.seq_indices
         seeds, temperature = table.seed[seq_indices], np.where(greedy, np.float32(0.0), table.temperature[seq_indices])
         top_k, top_p, min_p = (each[seq_indices] for each in (table.top_k, table.top_p, table.min_p))
         call.seeds, call.outputs = _address(seeds), _address(choices.position)
         call.draws.temperature, call.draws.top_k = _address(temperature), _address(top_k)
         call.draws.top_p, call.draws.min_p = _address(top_p), _address(min_p)
-        return batch, seeds, temperature, top_k, top_p, min_p
+        return seeds, temperature, top_k, top_p, min_p
 
 
 class HostDecodes:
-    """Prepares the steps of one rank whose pass is the library's as a whole. Used from the thread that prepares."""
+    """Makes the steps of one rank whose pass is the library's as a whole. Used from the thread that prepares, and for
+    steps with drafts from the one that computes."""
 
-    def __init__(self, decoder: NativeDecoder, caches: KvCaches, sequences: SequenceTable, max_num_seqs: int) -> None:
-        self._decoder, self._sequences = decoder, sequences
+    def __init__(
+        self,
+        decoder: NativeDecoder,
+        caches: KvCaches,
+        sequences: SequenceTable,
+        max_num_seqs: int,
+        loras: LoraSlots | None,
+        *,
+        has_states: bool,
+    ) -> None:
+        """`loras`: the adapters that are served."""
+        self._decoder, self._sequences, self._loras, self._has_states = decoder, sequences, loras, has_states
         self._logits = decoder.room_for_logits(max_num_seqs)
-        self._template = decoder.decode_call(caches, self._logits)
+        self._template = decoder.decode_call(caches)
+        self._template.tokens, self._template.width = _address(sequences.tokens), sequences.tokens.shape[1]
+        tables = sequences.blocks.tables
+        made = (library.DecodeTable * len(tables))(*(library.DecodeTable(_address(i), w or 0) for i, w in tables))
+        self._template.tables, self._template.groups = made, len(tables)
+        self._template.table_width = sequences.block_tables.shape[1]
         self._run: HostDecodeRun | None = None
         self._free: deque[HostDecode] = deque()
         """No more than plans are computed ahead."""
 
     @classmethod
-    def of(cls, model: CausalLm, caches: KvCaches, sequences: SequenceTable, max_num_seqs: int) -> HostDecodes | None:
-        """None where the library has no pass for all steps of `model`."""
+    def of(
+        cls,
+        model: CausalLm,
+        caches: KvCaches,
+        sequences: SequenceTable,
+        max_num_seqs: int,
+        loras: LoraSlots | None = None,
+    ) -> HostDecodes | None:
+        """None where the library has no pass for decodes of `model`."""
         native = model.native if isinstance(model, Decoder) else None
-        if native is None or model.fastest_pass != native.forward:
+        if native is None:
             return None
-        return cls(native, caches, sequences, max_num_seqs)
+        return cls(native, caches, sequences, max_num_seqs, loras, has_states=model.state_bytes > 0)
 
     def forget(self) -> None:
         """The next step has to be made anew."""
         self._run = None
 
-    def remember(self, work: tuple[SequenceWork, ...], batch: Batch) -> bool:
-        """`batch`, of `work`, is one that `DecodeReuse` goes on with, and nothing changes its logits, or observes what
-        is drawn. Whether `next` goes on with it."""
-        self._run = HostDecodeRun(work, batch, self._sequences, self._template) if self._knows(batch) else None
-        return self._run is not None
+    def knows(self, seq_indices: Indices) -> bool:
+        """Whether the library computes decodes of these sequences: not of those with images that have positions of
+        their own, an encoder's rows, or an adapter of embeddings or latents."""
+        sequences = self._sequences
+        if sequences.encoded is not None or sequences.shifts.any_of(seq_indices):
+            return False
+        return self._loras is None or self._loras.in_one_call(sequences.loras[seq_indices])
+
+    def first(
+        self, scheduled: ScheduledWork, drafts: DraftTokens | None, more: NDArray[np.bool_] | None
+    ) -> HostDecode | None:
+        """The step of `scheduled`, which counts as computed from here on, and its tokens as known where nobody has
+        drafts; None, and nothing done, where the library does not know it. `more` [W]: whose tokens the sampler has to
+        draw, whatever they ask for. Raises BrokenPlan."""
+        if not self._decoding(scheduled) or not self._verifies(drafts):
+            return None
+        rows = self._sequences.decodes(scheduled, drafts)
+        left, count = LeftRows.of(rows, more), len(rows.positions)
+        logits = self._logits if count <= len(self._logits) else self._decoder.room_for_logits(count)
+        adapted = self._loras is not None and (self._sequences.loras[rows.sampled_indices] != NO_ADAPTER).any()
+        loras = self._loras if adapted else None
+        run = HostDecodeRun(scheduled.work, rows, left, self._sequences, self._template, logits, loras)
+        if count == len(rows.sampled):
+            self._sequences.advance(rows.sampled_indices)
+        self._run = run if run.goes_on else None
+        return self._step(run, 0)
 
     def next(self, work: tuple[SequenceWork, ...]) -> HostDecode | None:
         """The step of `work`, which counts as computed and its tokens as known from here on; None, and nothing done,
         where that does not go on with all sequences of the last one and no others. Raises BrokenPlan."""
         steps = None if self._run is None else self._run.next(work)
-        if self._run is None or steps is None:
-            return None
-        step = self._free.popleft() if self._free else HostDecode(self._decoder, self._free, self._logits)
-        step.begin(self._run, steps)
+        return None if self._run is None or steps is None else self._step(self._run, steps)
+
+    def _step(self, run: HostDecodeRun, steps: int) -> HostDecode:
+        step = self._free.popleft() if self._free else HostDecode(self._decoder, self._free)
+        step.begin(run, steps)
         return step
 
-    def _knows(self, batch: Batch) -> bool:
-        """Whether steps like it are no more than the library's call: computed in another way, they draw the same."""
-        rows, choices = batch.rows, batch.choices
-        if choices is None or choices.features & ~_DRAWN or self._sequences.blocks.windows or rows.others:
+    def _verifies(self, drafts: DraftTokens | None) -> bool:
+        """Not trees, nor drafts of sequences with states, which have to be put back."""
+        return drafts is None or (drafts.parents is None and not (self._has_states and drafts.counts.any()))
+
+    def _decoding(self, scheduled: ScheduledWork) -> bool:
+        """Whether each sequence computes the last token that it holds, behind its prompt, and draws."""
+        seq_indices, sequences = scheduled.seq_indices, self._sequences
+        if not (scheduled.samples.all() and (scheduled.counts == 1).all()) or not self.knows(seq_indices):
             return False
-        if batch.shifts is not None or batch.encoded is not None:
-            return False
-        return bool((self._sequences.loras[rows.seq_indices] < 0).all())
+        return bool((sequences.lengths[seq_indices] > sequences.prompt_lengths[seq_indices]).all())
 
 
-def _address(array: Indices | NDArray[np.generic]) -> int:
+def _address(array: NDArray[np.generic]) -> int:
     address: int = array.ctypes.data
     return address

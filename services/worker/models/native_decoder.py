@@ -199,17 +199,23 @@ class NativeDecoder:
             raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
         return ids
 
-    def decode_call(self, caches: KvCaches, logits: Tensor) -> library.NativeDecode:
-        """What steps of decodes are asked with (`Decode` of decoder.h), without their rows; points to `logits`."""
+    def decode_call(self, caches: KvCaches) -> library.NativeDecode:
+        """What steps of decodes are asked with (`Decode` of decoder.h), without their rows."""
         keys, values = self._addresses(caches)
         call = library.NativeDecode()
-        call.keys, call.values, call.to = keys, values, logits.data_ptr()
+        call.keys, call.values = keys, values
+        if self._group_of is not None:
+            call.group_of = self._group_of
         return call
 
     def decode(self, call: library.NativeDecode) -> None:
         """Computes a step of decodes, and draws. Raises IndexError as `forward`."""
         if not self._kernels.library.baton_decoder_decode(self._decoder, ctypes.byref(call)):
             raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
+
+    def accept(self, call: library.NativeDecode) -> None:
+        """Sequences hold what was drawn for them, as `call` has it; behind a `decode` that left rows."""
+        self._kernels.library.baton_accept(ctypes.byref(call))
 
     def room_for_logits(self, rows: int) -> Tensor:
         """[rows or more, words] what passes write to; another one where more rows are asked for."""

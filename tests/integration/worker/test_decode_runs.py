@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from services.worker.models.decoder import Decoder
 from services.worker.sampling.random_numbers import race_keys
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import StepPlan
-from tests.integration.worker.test_launching_runner import everything, prompt, told
+from tests.integration.worker.test_launching_runner import everything, prompt
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.worker.launched_rank import DriverAhead
 from tests.support.worker.plan_driver import Driver, Sequence
@@ -59,12 +60,12 @@ def by_many_calls(backend: HostRunner) -> HostRunner:
 
 
 def count_runs(backend: HostRunner, monkeypatch: pytest.MonkeyPatch) -> list[HostDecode]:
-    """The steps that are computed by one call, from here on."""
+    """The steps that are computed by one call, from here on, as they were then."""
     computed: list[HostDecode] = []
     compute = HostDecode.compute
 
     def counting(step: HostDecode) -> float:
-        computed.append(step)
+        computed.append(copy(step))  # which is used again
         return compute(step)
 
     monkeypatch.setattr(HostDecode, "compute", counting)
@@ -99,15 +100,23 @@ def test_draws_are_those_of_many_calls(
     assert len(computed) > WANTED / 2
 
 
-def test_what_the_call_does_not_know_is_computed_in_another_way(backend: HostRunner) -> None:
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_what_the_library_does_not_draw_is_drawn_from_its_logits(
+    backend: HostRunner, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
     one = Driver(by_many_calls(backend))
     expected = everything(one)
     one.run()
     backend.reset()
-    driver = Driver(backend)
+    computed, runner = count_runs(backend, monkeypatch), OnTwoThreads(backend)
+    driver = DriverAhead(runner, ahead=ahead)  # type: ignore[arg-type]  # it begins steps, too
     sequences = everything(driver)
-    driver.run()
-    assert [told(each) for each in sequences] == [told(each) for each in expected]
+    try:
+        driver.run()
+    finally:
+        runner.stop()
+    assert [(each.output, each.logprobs) for each in sequences] == [(each.output, each.logprobs) for each in expected]
+    assert len(computed) >= len(expected[0].output) - 1
 
 
 @pytest.mark.parametrize(
@@ -122,21 +131,26 @@ def test_what_the_call_does_not_know_is_computed_in_another_way(backend: HostRun
     ],
     ids=lambda asked: next(iter(asked)),
 )
-def test_a_step_of_one_who_asks_for_more_is_not_the_librarys(
+def test_one_who_asks_for_more_leaves_the_others_to_the_library(
     backend: HostRunner, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
     computed, driver = count_runs(backend, monkeypatch), Driver(backend)
+    driver.add(prompt(5, 1), 6, sampling=SamplingOptions(seed=0, temperature=1.0))
     driver.add(prompt(5, 1), 6, sampling=SamplingOptions(seed=0, temperature=1.0, **asked))
     driver.run()
-    assert computed == []
+    left = [None if step.run.left is None else step.run.left.rows.tolist() for step in computed]
+    begins = asked.get("thinking_budget", 1) - 1  # what binds only later leaves nothing before
+    assert left == [None] * begins + [[1]] * (5 - begins)
 
 
-def test_steps_are_the_librarys_once_min_tokens_are_drawn(backend: HostRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token behind them is drawn in another way: it shows that stop tokens are forbidden no longer."""
+def test_steps_are_the_librarys_alone_once_min_tokens_are_drawn(
+    backend: HostRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     computed, driver = count_runs(backend, monkeypatch), Driver(backend)
     driver.add(prompt(5, 1), 10, min_tokens=4, stop_token_ids=(2,))
     driver.run()
-    assert len(computed) == 10 - (4 + 1)
+    assert len(computed) == 10 - 1
+    assert computed[-1].run.left is None
 
 
 def test_one_that_comes_finds_the_others_where_they_are(

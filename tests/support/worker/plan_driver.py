@@ -12,6 +12,7 @@ from random import Random
 
 from services.worker.backend import Backend, run_step
 from shared.ids import Incarnation, LoraId, SequenceId
+from shared.kv_groups import NULL_BLOCK, token_tables
 from shared.messages.generation import (
     Grammar,
     PoolingOptions,
@@ -71,13 +72,14 @@ class Driver:
         """`speculate`: drafts that every decode may verify."""
         self.backend = backend
         self._block_size = backend.card.block_size
+        self._tables = token_tables(backend.kv_groups)
         self.budget = budget
         self.speculate = speculate
         self.drafted = self.accepted = 0
         self.scored: list[SequencePromptLogprobs] = []
         self.vectors: dict[SequenceId, list[float]] = {}
         self.sequences: dict[SequenceId, Sequence] = {}
-        self._free = list(range(backend.num_blocks))
+        self._free = list(range(NULL_BLOCK + 1 if self._tables > 1 else 0, backend.num_blocks))
         Random(0).shuffle(self._free)
         self._epoch = Incarnation(epoch)
         self._step = 0
@@ -127,7 +129,7 @@ class Driver:
         while equal < most and sequence.tokens[equal] == other.tokens[equal]:
             equal += 1
         blocks = equal // self._block_size
-        sequence.blocks = other.blocks[:blocks]
+        sequence.blocks = other.blocks[: blocks * self._tables]
         sequence.computed = blocks * self._block_size
         return sequence.computed
 
@@ -226,7 +228,7 @@ class Driver:
         sequence.pooled = samples
         speculate = self.speculate if samples and count == 1 else 0
         longest = min(sequence.computed + speculate, self.backend.card.max_model_len)
-        missing = max(0, -(-longest // self._block_size) - len(sequence.blocks))
+        missing = max(0, -(-longest // self._block_size) * self._tables - len(sequence.blocks))
         fresh = [self._free.pop() for _ in range(missing)]
         sequence.blocks += fresh
         sequence.own_blocks += fresh

@@ -4,7 +4,7 @@ adapter has which."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from services.worker.models.native_decoder import NativeAdapters, NativeDecoder
 from services.worker.models.weights import KvCaches, NamedModules, NamedProduct
 from services.worker.ops.interface import BatchMeta, Ops
 from services.worker.ops.low_rank import LowRankShape
+from services.worker.ops.native.library import Adapters
 from shared.ids import ModelName
 
 
@@ -44,6 +45,20 @@ class AdaptedModel(Protocol):
         self, batch: LoraBatch, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None
     ) -> Tensor | None:
         """See `Decoder.forward`, with the adapters of `batch`."""
+
+    def in_one_call(self, adapter: LoraAdapter) -> bool:
+        """Whether decodes of sequences with `adapter` are one call of the native library."""
+
+    def added(self, batch: LoraBatch) -> NativeAdded:
+        """What such a call adds, of adapters that are `in_one_call`."""
+
+
+class NativeAdded(NamedTuple):
+    """What adapters add in one call of the native library."""
+
+    adapters: Adapters
+    batch: LoraBatch
+    """Which `adapters` points to."""
 
 
 class AdaptedDecoder:
@@ -111,6 +126,15 @@ class AdaptedDecoder:
         self._ops.batch = batch
         return self._adapted.forward(ids, meta, caches, features)
 
+    def in_one_call(self, adapter: LoraAdapter) -> bool:
+        """See `AdaptedModel.in_one_call`."""
+        return self._native is not None and adapter.embedding is None
+
+    def added(self, batch: LoraBatch) -> NativeAdded:
+        """See `AdaptedModel.added`."""
+        assert self._native is not None, "the caller has asked"
+        return NativeAdded(self._native.of(batch.all.slots, batch.drawn.slots), batch)
+
     def _adapts_embedding(self, batch: LoraBatch) -> bool:
         return any(span.slot in self._embeddings for span in batch.all.spans)
 
@@ -169,6 +193,14 @@ class AdaptedLibraryModel:
         """See `AdaptedModel.load`."""
         for matrix in self._matrices:
             matrix.load(slot, adapter, lambda weight: weight.to(self.device, self._dtype).contiguous())
+
+    def in_one_call(self, adapter: LoraAdapter) -> bool:
+        """See `AdaptedModel.in_one_call`."""
+        return False
+
+    def added(self, batch: LoraBatch) -> NativeAdded:
+        """See `AdaptedModel.added`."""
+        raise NotImplementedError
 
     def clear(self, slot: int) -> None:
         """See `AdaptedModel.clear`."""

@@ -16,7 +16,13 @@ from torch import Tensor
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.decoder import Decoder
 from services.worker.models.loaded_model import CausalLm
-from services.worker.models.lora.adapted_models import AdaptedDecoder, AdaptedLibraryModel, AdaptedModel, NamedProducts
+from services.worker.models.lora.adapted_models import (
+    AdaptedDecoder,
+    AdaptedLibraryModel,
+    AdaptedModel,
+    NamedProducts,
+    NativeAdded,
+)
 from services.worker.models.lora.adapted_ops import LoraBatch
 from services.worker.models.lora.adapter_files import CONFIG, LoraAdapter
 from services.worker.models.weights import KvCaches
@@ -134,6 +140,17 @@ class LoraSlots:
             if number not in self._slots:
                 self._load(number, wanted)
         return LoraBatch(self._rows(numbers), self._rows(numbers[logits_rows]))
+
+    def in_one_call(self, numbers: NDArray[np.int32]) -> bool:
+        """Whether decodes of sequences with these adapters ([W], as `batch` has them) are one call of the native
+        library. On any thread."""
+        return all(self._model.in_one_call(self._adapters[n]) for n in set(numbers.tolist()) if n != NO_ADAPTER)
+
+    def added(self, numbers: NDArray[np.int32]) -> NativeAdded:
+        """What such a call adds to the products of rows with these adapters [n], of which some are one; see `batch`."""
+        batch = self.batch(numbers, np.arange(len(numbers), dtype=np.int32))
+        assert batch is not None, "the caller has looked"
+        return self._model.added(batch)
 
     def forward(
         self, batch: LoraBatch, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None

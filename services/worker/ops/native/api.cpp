@@ -18,7 +18,7 @@
 extern "C" {
 
 // Raised with any change to what follows, and checked by the loader.
-int baton_version() { return 35; }
+int baton_version() { return 36; }
 const char* baton_instructions() {
 #if defined(BATON_BF16)
     return "avx512-bf16";
@@ -145,6 +145,7 @@ void baton_find_logprobs(Pool* pool, const Logprobs* what, float* totals, int64_
 }
 int baton_decoder_run(Decoder* decoder, const Forward* forward) { return decoder->run(*forward); }
 int baton_decoder_decode(Decoder* decoder, Decode* step) { return decoder->decode(*step); }
+void baton_accept(Decode* step) { accept(*step); }
 void baton_race_key(uint64_t seed, uint32_t position, uint32_t* halves) { race_key(seed, position, halves); }
 int baton_decoder_draft_on(Decoder* decoder, const Forward* forward, int steps, int64_t stride, int* ids) {
     return decoder->draft_on(*forward, steps, stride, ids);

@@ -5,44 +5,61 @@
 
 #include "decoder.h"
 
+namespace {
+
+// What stands in the place of blocks behind a window: shared.kv_groups.
+constexpr int kNullBlock = 0;
+
+}  // namespace
+
 bool Decoder::decode(Decode& step) {
     using Clock = std::chrono::steady_clock;
     auto began = Clock::now();
+    lay_out(step);
     Forward forward{};
-    forward.batch = rows_of(step);
+    forward.batch = decodes_[0];
     forward.ids = decoded_.data();
     forward.logits_rows = forward.batch.query_starts;  // every row
     forward.logits = step.rows;
     forward.keys = step.keys, forward.values = step.values, forward.to = step.to;
+    forward.group_of = step.group_of, forward.batches = decodes_.data();
+    forward.adapters = step.adapters;
+    forward.state_slots = step.sequences;
     if (!run(forward)) return false;
     step.forward_seconds = std::chrono::duration<double>(Clock::now() - began).count();
     draw_rows(step);
-    for (int row = 0; row < step.rows; ++row)
-        step.tokens[step.sequences[row] * step.width + forward.batch.positions[row] + 1] = int(step.drawn[row]);
+    if (!step.left) accept(step);
     return true;
 }
 
-// The rows of a step; the tokens that are computed come first in `decoded_`.
-Batch Decoder::rows_of(const Decode& step) {
+// The rows of a step for each group of layers; the tokens that are computed come first in `decoded_`.
+void Decoder::lay_out(const Decode& step) {
     int rows = step.rows, block = kPageTokens << config_.page_bits;
     int last = *std::max_element(step.positions, step.positions + rows) + step.steps, blocks = last / block + 1;
-    decoded_.resize(size_t(rows) * size_t(5 + blocks) + 1);
-    int *ids = decoded_.data(), *positions = ids + rows, *contexts = positions + rows, *slots = contexts + rows;
-    int *starts = slots + rows, *tables = starts + rows + 1;
+    decoded_.resize(size_t(rows) * size_t(4 + step.groups * (1 + blocks)) + 1);
+    int *ids = decoded_.data(), *positions = ids + rows, *contexts = positions + rows, *starts = contexts + rows;
+    int* next = starts + rows + 1;
     for (int row = 0; row < rows; ++row) {
         int position = step.positions[row] + step.steps;
-        const int* table = step.tables + step.sequences[row] * step.table_width;
         ids[row] = step.tokens[step.sequences[row] * step.width + position];
         positions[row] = position, contexts[row] = position + 1, starts[row] = row;
-        slots[row] = table[position / block] * block + position % block;
-        std::copy_n(table, blocks, tables + int64_t(row) * blocks);
     }
     starts[rows] = rows;
     Batch batch{};
     batch.rows = batch.sequences = rows;
-    batch.query_starts = starts, batch.context_lens = contexts, batch.positions = positions, batch.slots = slots;
-    batch.block_tables = tables, batch.table_width = blocks;
-    return batch;
+    batch.query_starts = starts, batch.context_lens = contexts, batch.positions = positions, batch.table_width = blocks;
+    decodes_.assign(step.groups, batch);
+    for (int group = 0; group < step.groups; ++group, next += int64_t(rows) * (1 + blocks)) {
+        int *slots = next, *tables = next + rows, window = step.tables[group].window;
+        for (int row = 0; row < rows; ++row, tables += blocks) {
+            const int* table = step.tables[group].blocks + step.sequences[row] * step.table_width;
+            int position = positions[row], seen = window ? std::max(0, position - window + 1) / block : 0;
+            slots[row] = table[position / block] * block + position % block;
+            std::fill_n(tables, seen, kNullBlock);
+            std::copy(table + seen, table + blocks, tables + seen);
+        }
+        decodes_[group].slots = slots, decodes_[group].block_tables = next + rows;
+    }
 }
 
 void Decoder::draw_rows(Decode& step) {
@@ -54,4 +71,15 @@ void Decoder::draw_rows(Decode& step) {
     step.draws.logits = step.to, step.draws.vocab = words, step.draws.count = rows, step.draws.keys = keys_.data();
     draw(pool_, step.draws, step.drawn);
     for (int row = 0; row < rows; ++row) step.undefined[row] = std::isnan(step.to[int64_t(row) * words + step.drawn[row]]);
+}
+
+void accept(Decode& step) {
+    for (int sequence = 0, row = 0; sequence < step.count; ++sequence) {
+        int drafts = step.drafted ? step.drafted[sequence] : 0, same = 0;
+        int* tokens = step.tokens + step.sequences[row] * step.width + step.positions[row] + step.steps + 1;
+        while (same < drafts && tokens[same] == step.drawn[row + same]) ++same;
+        tokens[same] = int(step.drawn[row + same]);
+        step.gained[sequence] = same + 1;
+        row += drafts + 1;
+    }
 }

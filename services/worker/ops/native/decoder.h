@@ -183,28 +183,44 @@ struct Forward {
     bool ends_every_row(int layers) const { return features && (!taps || taps_at(layers)); }
 };
 
-// A step in which sequences decode a token each: from the tokens that they hold to those that are drawn. What sequences hold is
-// by their numbers; what differs from step to step is `steps`.
+// The block tables of a group of layers, and how far these see.
+struct DecodeTable {
+    const int* blocks;  // [sequences, table_width] of each
+    int window;         // blocks behind it may be somebody else's by now; 0: there is none
+};
+
+// A step in which sequences decode: a token each, and the drafts behind it, from the tokens that they hold to those that are
+// drawn. What sequences hold is by their numbers; what differs from step to step is `steps`.
 struct Decode {
-    int rows;
+    int count;                 // of sequences
+    int rows;                  // of all: one for the last token, and one for each draft, which lies behind it
     int steps;                 // behind the one that `positions` and `outputs` are of
     const int64_t* sequences;  // [rows] whose each row is
     const int* positions;      // [rows] of the tokens that are computed
     const int* outputs;        // [rows] tokens that were drawn before
+    const int* drafted;        // [count] drafts of each; null: nobody has any
     int* tokens;               // [sequences, width]: what is drawn is put behind those that are computed
     int64_t width;
-    const int* tables;  // [sequences, table_width] blocks of each
+    const DecodeTable* tables;  // of each group of layers
+    int groups;
     int64_t table_width;
-    void* const* keys;  // of each layer
+    const int* group_of;       // as of Forward
+    const Adapters* adapters;  // as of Forward
+    void* const* keys;         // of each layer
     void* const* values;
     float* to;              // [rows, words]
+    int left;               // rows whose tokens are drawn behind the call, and put into `drawn`; `accept` is to be called then
     const uint64_t* seeds;  // [rows] what the keys of `draws` are made of; null: the likeliest tokens are wanted
     Draws draws;            // of which logits and keys are the library's
     // What comes of it.
     int64_t* drawn;          // [rows]
     bool* undefined;         // [rows] whether `drawn` means nothing, as the model computed NaN
+    int* gained;             // [count] tokens that each holds more: its drafts that were drawn, too, and one behind them
     double forward_seconds;  // until there were logits
 };
+
+// The drafts that were drawn, too, stand, and what was drawn behind them: sequences hold both from here on.
+void accept(Decode& step);
 
 // Used from one thread. Keeps its workspace, which grows to the largest batch seen.
 class Decoder {
@@ -213,7 +229,7 @@ class Decoder {
 
     // False where an id is out of the vocabulary; nothing is computed then.
     bool run(const Forward& forward);
-    // The same, and what is drawn.
+    // The same, and what is drawn and accepted.
     bool decode(Decode& step);
     // As many steps of one row for each sequence, each step's ids the likeliest tokens behind the step before. `forward` is
     // the first step, whose logits are wanted of every row; the next one's slots, positions and context lengths lie `stride`
@@ -231,7 +247,7 @@ class Decoder {
     };
 
     void fit(int rows);
-    Batch rows_of(const Decode& step);
+    void lay_out(const Decode& step);
     void draw_rows(Decode& step);
     bool begin(const Forward& forward);
     void attention(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
@@ -277,7 +293,8 @@ class Decoder {
     Number mixed_number_ = Number::kSingle;  // of what `mixed_` holds: floats behind a mixer with states
     std::vector<float> router_logits_, chances_, shared_gates_;
     std::vector<int64_t> picks_, head_starts_;
-    std::vector<int> decoded_;  // of a step of decodes, what Batch points to
+    std::vector<int> decoded_;  // of a step of decodes, what its batches point to
+    std::vector<Batch> decodes_;  // of each group of layers
     std::vector<uint32_t> keys_;
     std::vector<float> latents_, latent_queries_, by_head_, products_, absorbed_, attended_;
     AttentionPlan plans_[2];
