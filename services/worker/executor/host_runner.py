@@ -43,9 +43,11 @@ from services.worker.executor.runner import (
     step_output,
     undefined_sequences,
 )
-from services.worker.graphs.host_decodes import HostDecode, HostDecodes, LeftRows
+from services.worker.graphs.decode_draws import RowsOfSome
+from services.worker.graphs.host_decodes import HostDecode, HostDecodes
 from services.worker.ops.interface import BatchMeta
 from services.worker.sampling.logprobs import RowLogprobs
+from services.worker.sampling.masks import TokenMask
 from services.worker.sampling.sampler import SamplerOutput
 from services.worker.speculation.verification import NO_TOKENS, AcceptedTokens, by_sequence, sampled_rows
 from shared.messages.scheduler import SequenceFailed, StepTiming
@@ -149,7 +151,8 @@ class HostRunner(StepRunner):
         decodes = None if self.rank.drafting.observes else self._decodes
         copied = plan.restored or plan.checkpoints
         if decodes is not None and not copied:
-            decode = decodes.first(scheduled, drafts, self._drawn_here(scheduled.seq_indices))
+            asking = scheduled.seq_indices
+            decode = decodes.first(scheduled, drafts, self._guided(asking), self._processed(asking))
             if decode is not None:
                 return decode
         batch = sequences.batch(scheduled, drafts)
@@ -158,14 +161,15 @@ class HostRunner(StepRunner):
         copies = sequences.state_copies(plan)
         return batch if copies is NO_COPIES else replace(batch, copies=copies)
 
-    def _drawn_here(self, seq_indices: Indices) -> NDArray[np.bool_] | None:
-        """[W] for whom a grammar or a processor has a word in what is drawn; None where nobody does."""
-        rank, found = self.rank, []
-        if rank.guided:
-            found.append(rank.guided.with_grammar(seq_indices))
-        if rank.processors:
-            found.append(rank.processors.asked_by(seq_indices))
-        return np.isin(seq_indices, np.concatenate(found)) if found else None
+    def _guided(self, seq_indices: Indices) -> NDArray[np.bool_] | None:
+        """[W] who has a grammar; None where nobody does."""
+        guided = self.rank.guided
+        return np.isin(seq_indices, guided.with_grammar(seq_indices)) if guided else None
+
+    def _processed(self, seq_indices: Indices) -> NDArray[np.bool_] | None:
+        """[W] who asks for a logits processor; None where nobody does."""
+        processors = self.rank.processors
+        return np.isin(seq_indices, processors.asked_by(seq_indices)) if processors else None
 
     def _forget(self) -> None:
         """The next batch is made anew."""
@@ -228,19 +232,25 @@ class HostRunner(StepRunner):
         step.timing = StepTiming(wait=waited, prepare=prepare, forward=forward, sample=over - forwarded)
 
     def _decode(self, step: HostStep, decode: HostDecode) -> float:
-        """One call of the library; how many seconds the forward pass took. What that left is drawn, and what became of
-        drafts is read."""
-        rank, rows, left = self.rank, decode.run.rows, decode.run.left
-        guided = rank.guided or None
-        if guided is not None and left is not None:
-            drafts = rank.sequences.drafts(left.seq_indices, int(left.drafted.max(initial=0)))
-            guided.request_masks(left.seq_indices, left.drafted, drafts)
+        """One call of the library, in two where masks come between; how many seconds the forward pass took. What that
+        left is drawn, and what became of drafts is read."""
+        rank, rows, draws = self.rank, decode.run.rows, decode.run.draws
+        guided, masked, mask = rank.guided or None, draws.masked, None
+        if guided is not None and masked is not None:
+            drafts = rank.sequences.drafts(masked.seq_indices, int(masked.drafted.max(initial=0)))
+            guided.request_masks(masked.seq_indices, masked.drafted, drafts)
         forward = decode.compute()
-        logprobs = () if left is None else self._draw_left(step, decode, left)
-        if left is None and guided is not None:
+        if guided is not None:
+            if masked is not None and (found := guided.masks()) is not None:
+                mask = masked.of_step(found)
             step.failed = guided.take_failed()
+        if masked is not None:
+            decode.finish(mask)
+        logprobs = decode.logprobs
+        if draws.left is not None:
+            logprobs += self._draw_left(step, decode, draws.left, mask)
         drafted = bool(rows.drafted.any())
-        if left is None and not drafted:
+        if not (logprobs or drafted or masked is not None or draws.left is not None):
             return forward
         step.verdict = verdict = AcceptedTokens(by_sequence(decode.drawn, rows.drafted), decode.gained, logprobs)
         step.decoded = rows
@@ -248,15 +258,17 @@ class HostRunner(StepRunner):
         decode.release()
         if drafted:
             rank.sequences.assume(rows.sampled_indices, verdict.counts - 1)
-        if guided is not None and left is not None:
-            guided.accept(left.seq_indices, verdict.counts[left.places], verdict.tokens[left.places])
+        if guided is not None and masked is not None:
+            guided.accept(masked.seq_indices, verdict.counts[masked.places], verdict.tokens[masked.places])
         return forward
 
-    def _draw_left(self, step: HostStep, decode: HostDecode, left: LeftRows) -> tuple[RowLogprobs, ...]:
+    def _draw_left(
+        self, step: HostStep, decode: HostDecode, left: RowsOfSome, mask: TokenMask | None
+    ) -> tuple[RowLogprobs, ...]:
         """Has the sampler draw the rows that the library left; their log-probabilities, of the step's rows."""
         rank, (logits, choices) = self.rank, decode.left_logits(left)
-        if guided := rank.guided or None:
-            choices, step.failed = masked(guided, choices) or choices, guided.take_failed()
+        if mask is not None:
+            choices = choices.masked(left.own(mask))
         if processors := rank.processors or None:
             choices = processors.process(logits, choices, rank.sequences.history, rank.sequences.generations)
             step.failed += processors.take_failed()

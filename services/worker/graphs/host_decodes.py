@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from services.worker.batch.batch import BrokenPlan, DecodeRows, DraftTokens, Sch
 from services.worker.batch.decode_reuse import goes_on
 from services.worker.batch.rows import Indices, Int32s
 from services.worker.batch.sequences import SequenceTable
+from services.worker.graphs.decode_draws import DecodeDraws, RowsOfSome
 from services.worker.models.decoder import Decoder
 from services.worker.models.loaded_model import CausalLm
 from services.worker.models.lora.adapted_models import NativeAdded
@@ -27,43 +27,20 @@ from services.worker.models.lora.slots import NO_ADAPTER, LoraSlots
 from services.worker.models.native_decoder import NativeDecoder
 from services.worker.models.weights import KvCaches
 from services.worker.ops.native import library
-from services.worker.sampling.parameters import Feature, SamplingBatch
+from services.worker.sampling.logprobs import LogprobTensors, RowLogprobs
+from services.worker.sampling.masks import TokenMask
+from services.worker.sampling.parameters import SamplingBatch
 from shared.ids import SequenceId
 from shared.messages.worker import SequenceWork
-
-_DRAWN = Feature.RANDOM | Feature.TOP | Feature.MIN_P
-"""What the library's draws know."""
-
-
-class LeftRows(NamedTuple):
-    """Rows of a step whose tokens the sampler draws: all of some of its sequences."""
-
-    rows: Indices
-    """[A] of the step's."""
-    places: Indices
-    """[P] of the step's sequences."""
-    seq_indices: Indices
-    """[P]"""
-    drafted: Int32s
-    """[P]"""
-    choices: SamplingBatch
-    """[A] in the run's first step."""
-
-    @classmethod
-    def of(cls, rows: DecodeRows, more: NDArray[np.bool_] | None) -> LeftRows | None:
-        """Of whoever asks for more than the library knows, or is said to: `more` [Q]. None where nobody does."""
-        beyond = rows.choices.by_row & ~int(_DRAWN) != 0
-        if not beyond.any() and (more is None or not more.any()):
-            return None
-        asking = np.logical_or.reduceat(beyond, rows.first_drawn)
-        if more is not None:
-            asking |= more
-        own, places = rows.rows_of(asking), np.flatnonzero(asking)
-        return cls(own, places, rows.sampled_indices[places], rows.drafted[places], rows.choices.of_rows(own))
 
 
 class HostDecode:
     """A step of decodes. Used again once its outcome has been taken."""
+
+    _own: NDArray[np.float32]
+    _likeliest: NDArray[np.int64]
+    _chances: NDArray[np.float32]
+    """Of rows that report log-probabilities, see `Decode` of decoder.h; of each step anew."""
 
     def __init__(self, decoder: NativeDecoder, free: deque[HostDecode]) -> None:
         """`free`: where it waits for its next use."""
@@ -97,25 +74,47 @@ class HostDecode:
     def compute(self) -> float:
         """Draws a token for each row that is not left, which sequences hold from here on where none is; how many
         seconds the forward pass took. Raises IndexError where a token is outside of the vocabulary."""
+        call, draws = self._call, self.run.draws
         if (added := self.run.added()) is not None:
-            self._call.adapters = ctypes.pointer(added.adapters)
+            call.adapters = ctypes.addressof(added.adapters)
+        if rows := len(draws.reported):
+            self._own, likeliest = np.empty(rows, dtype=np.float32), (rows, call.logprobs.likeliest)
+            self._likeliest, self._chances = np.empty(likeliest, dtype=np.int64), np.empty(likeliest, dtype=np.float32)
+            call.own, call.likeliest = _address(self._own), _address(self._likeliest)
+            call.chances = _address(self._chances)
         self._decoder.decode(self._call)
         seconds: float = self._call.forward_seconds
         return seconds
+
+    def finish(self, mask: TokenMask | None) -> None:
+        """Draws what `compute` has not, as rows have grammars; `mask`: of the step's rows."""
+        self.run.draws.put(mask)
+        self._decoder.finish(self._call)
 
     @property
     def logits(self) -> Tensor:
         """[R, words] until the next step is computed."""
         return self.run.logits[: self._call.rows]
 
-    def left_logits(self, left: LeftRows) -> tuple[Tensor, SamplingBatch]:
-        """[A, words] of the rows left, and how they are drawn."""
-        logits = self.logits
+    @property
+    def logprobs(self) -> tuple[RowLogprobs, ...]:
+        """Those that the library found."""
+        draws = self.run.draws
+        if not len(draws.reported):
+            return ()
+        tokens, own = torch.from_numpy(self._drawn[draws.reported]), torch.from_numpy(self._own)
+        others, values = torch.from_numpy(self._likeliest), torch.from_numpy(self._chances)
+        return (RowLogprobs(draws.reported, LogprobTensors(tokens, own, others, values, draws.counts)),)
+
+    def left_logits(self, left: RowsOfSome) -> tuple[Tensor, SamplingBatch]:
+        """[A, words] of the rows left, and how they are drawn, but for what grammars allow."""
+        logits, choices = self.logits, self.run.draws.left_choices
+        assert choices is not None, "rows are left"
         if len(left.rows) < len(logits):
             logits = logits.index_select(0, torch.from_numpy(left.rows))
-        return logits, left.choices if not self._call.steps else left.choices.later(self._call.steps)
+        return logits, choices.later(self._call.steps) if self._call.steps else choices
 
-    def accept(self, left: LeftRows, tokens: Tensor, undefined: Tensor) -> None:
+    def accept(self, left: RowsOfSome, tokens: Tensor, undefined: Tensor) -> None:
         """What was drawn of the rows left [A], and whether it means nothing: sequences hold all that stands from here
         on."""
         self._drawn[left.rows], self._undefined[left.rows] = tokens.numpy(), undefined.numpy()
@@ -156,7 +155,7 @@ class HostDecodeRun:
         self,
         work: tuple[SequenceWork, ...],
         rows: DecodeRows,
-        left: LeftRows | None,
+        draws: DecodeDraws,
         sequences: SequenceTable,
         template: library.NativeDecode,
         logits: Tensor,
@@ -164,7 +163,7 @@ class HostDecodeRun:
     ) -> None:
         """`work` and `rows` are of its first step. `logits` [rows or more, words]: where all steps' are. `loras`: None
         where no row has an adapter."""
-        self.rows, self.left, self.logits = rows, left, logits
+        self.rows, self.draws, self.logits = rows, draws, logits
         self._work, self._sequences, self._loras = work, sequences, loras
         self._added: NativeAdded | None = None
         self._again: tuple[SequenceWork, ...] | None = None
@@ -172,7 +171,8 @@ class HostDecodeRun:
         self._seq_indices = rows.sampled_indices
         self._steps = 0
         self.call = library.NativeDecode.from_buffer_copy(template)
-        self._kept = (template, *self._point())
+        self._template = template
+        self._point()
         if self.goes_on:
             self._ends = rows.positions + 1
             self._room = sequences.blocks.room(self._seq_indices)
@@ -229,27 +229,15 @@ class HostDecodeRun:
         longest = self._sequences.tokens.shape[1] - 1
         self._left = int((np.minimum(self._room, longest) - self._ends).min()) - self._steps
 
-    def _point(self) -> tuple[object, ...]:
-        """Fills in the call; what it points to beside `rows`."""
-        call, rows, choices = self.call, self.rows, self.rows.choices
+    def _point(self) -> None:
+        """Fills in the call."""
+        call, rows = self.call, self.rows
         call.count, call.rows = len(rows.sampled), len(rows.positions)
         call.sequences, call.positions = _address(rows.seq_indices), _address(rows.positions)
         if call.rows > call.count:
             call.drafted = _address(rows.drafted)
         call.to = self.logits.data_ptr()
-        greedy = choices.by_row & int(Feature.RANDOM) == 0
-        if self.left is not None:
-            call.left = len(self.left.rows)
-            greedy[self.left.rows] = True  # the cheapest draw, of what nobody looks at
-        if greedy.all():
-            return ()
-        table, seq_indices = choices.table, choices.seq_indices
-        seeds, temperature = table.seed[seq_indices], np.where(greedy, np.float32(0.0), table.temperature[seq_indices])
-        top_k, top_p, min_p = (each[seq_indices] for each in (table.top_k, table.top_p, table.min_p))
-        call.seeds, call.outputs = _address(seeds), _address(choices.position)
-        call.draws.temperature, call.draws.top_k = _address(temperature), _address(top_k)
-        call.draws.top_p, call.draws.min_p = _address(top_p), _address(min_p)
-        return seeds, temperature, top_k, top_p, min_p
+        self.draws.fill_in(call, self.logits.shape[1])
 
 
 class HostDecodes:
@@ -273,7 +261,7 @@ class HostDecodes:
         self._template.tokens, self._template.width = _address(sequences.tokens), sequences.tokens.shape[1]
         tables = sequences.blocks.tables
         made = (library.DecodeTable * len(tables))(*(library.DecodeTable(_address(i), w or 0) for i, w in tables))
-        self._template.tables, self._template.groups = made, len(tables)
+        self._template.tables, self._template.groups, self._tables = ctypes.addressof(made), len(tables), made
         self._template.table_width = sequences.block_tables.shape[1]
         self._run: HostDecodeRun | None = None
         self._free: deque[HostDecode] = deque()
@@ -307,19 +295,23 @@ class HostDecodes:
         return self._loras is None or self._loras.in_one_call(sequences.loras[seq_indices])
 
     def first(
-        self, scheduled: ScheduledWork, drafts: DraftTokens | None, more: NDArray[np.bool_] | None
+        self,
+        scheduled: ScheduledWork,
+        drafts: DraftTokens | None,
+        guided: NDArray[np.bool_] | None,
+        processed: NDArray[np.bool_] | None,
     ) -> HostDecode | None:
         """The step of `scheduled`, which counts as computed from here on, and its tokens as known where nobody has
-        drafts; None, and nothing done, where the library does not know it. `more` [W]: whose tokens the sampler has to
-        draw, whatever they ask for. Raises BrokenPlan."""
+        drafts; None, and nothing done, where the library does not know it. `guided` and `processed` [W]: who has a
+        grammar, and who asks for a logits processor. Raises BrokenPlan."""
         if not self._decoding(scheduled) or not self._verifies(drafts):
             return None
         rows = self._sequences.decodes(scheduled, drafts)
-        left, count = LeftRows.of(rows, more), len(rows.positions)
+        draws, count = DecodeDraws(rows, self._sequences, guided, processed), len(rows.positions)
         logits = self._logits if count <= len(self._logits) else self._decoder.room_for_logits(count)
         adapted = self._loras is not None and (self._sequences.loras[rows.sampled_indices] != NO_ADAPTER).any()
         loras = self._loras if adapted else None
-        run = HostDecodeRun(scheduled.work, rows, left, self._sequences, self._template, logits, loras)
+        run = HostDecodeRun(scheduled.work, rows, draws, self._sequences, self._template, logits, loras)
         if count == len(rows.sampled):
             self._sequences.advance(rows.sampled_indices)
         self._run = run if run.goes_on else None

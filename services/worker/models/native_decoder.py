@@ -205,13 +205,17 @@ class NativeDecoder:
         call = library.NativeDecode()
         call.keys, call.values = keys, values
         if self._group_of is not None:
-            call.group_of = self._group_of
+            call.group_of = ctypes.addressof(self._group_of)
         return call
 
     def decode(self, call: library.NativeDecode) -> None:
-        """Computes a step of decodes, and draws. Raises IndexError as `forward`."""
+        """Computes a step of decodes, and draws unless it halts. Raises IndexError as `forward`."""
         if not self._kernels.library.baton_decoder_decode(self._decoder, ctypes.byref(call)):
             raise IndexError(f"a token id is outside of the vocabulary of {self._vocab_size}")
+
+    def finish(self, call: library.NativeDecode) -> None:
+        """Draws what is left of a step that halts."""
+        self._kernels.library.baton_decoder_finish(self._decoder, ctypes.byref(call))
 
     def accept(self, call: library.NativeDecode) -> None:
         """Sequences hold what was drawn for them, as `call` has it; behind a `decode` that left rows."""

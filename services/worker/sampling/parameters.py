@@ -288,6 +288,11 @@ class PaddedLists:
             self._values[seq_index, :count] = items
             self._values[seq_index, count:] = items[0]
 
+    @property
+    def values(self) -> NDArray[Any]:
+        """[sequences, the longest of all lists]; another array once there is a longer one."""
+        return self._values
+
     def rows(self, seq_indices: NDArray[np.intp]) -> NDArray[Any]:
         """[P, the longest of their lists]"""
         return self._values[seq_indices, : int(self._lengths[seq_indices].max())]

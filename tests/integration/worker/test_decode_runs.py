@@ -16,10 +16,10 @@ from services.worker.executor.host_runner import HostRunner
 from services.worker.graphs.host_decodes import HostDecode
 from services.worker.models.decoder import Decoder
 from services.worker.sampling.random_numbers import race_keys
-from shared.messages.generation import SamplingOptions
+from shared.messages.generation import SamplingOptions, TokenLogprobs
 from shared.messages.worker import StepPlan
 from tests.integration.worker.test_launching_runner import everything, prompt
-from tests.support.models.tiny_models import TinyModel, make_model
+from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.launched_rank import DriverAhead
 from tests.support.worker.plan_driver import Driver, Sequence
 from tests.support.worker.threaded_rank import OnTwoThreads
@@ -120,37 +120,62 @@ def test_what_the_library_does_not_draw_is_drawn_from_its_logits(
 
 
 @pytest.mark.parametrize(
-    "asked",
+    ("asked", "begins"),
     [
-        {"repetition_penalty": 1.3},
-        {"logit_bias": ((5, 3.0),)},
-        {"allowed_token_ids": (5, 6, 7)},
-        {"bad_words": ((5,),)},
-        {"logprobs": 2},
-        {"thinking_budget": 3, "thinking_end": (7,)},
+        ({"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": ((5, 3.0),)}, None),
+        ({"allowed_token_ids": (5, 6, 7), "presence_penalty": 0.3}, None),
+        ({"logprobs": 2}, None),
+        ({"logprobs": 70}, 0),
+        ({"logprob_token_ids": (5, 6)}, 0),
+        ({"bad_words": ((5,),)}, 0),
+        ({"thinking_budget": 3, "thinking_end": (7,)}, 2),
     ],
-    ids=lambda asked: next(iter(asked)),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_one_who_asks_for_more_leaves_the_others_to_the_library(
-    backend: HostRunner, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+    backend: HostRunner, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], begins: int | None
 ) -> None:
-    computed, driver = count_runs(backend, monkeypatch), Driver(backend)
-    driver.add(prompt(5, 1), 6, sampling=SamplingOptions(seed=0, temperature=1.0))
-    driver.add(prompt(5, 1), 6, sampling=SamplingOptions(seed=0, temperature=1.0, **asked))
-    driver.run()
-    left = [None if step.run.left is None else step.run.left.rows.tolist() for step in computed]
-    begins = asked.get("thinking_budget", 1) - 1  # what binds only later leaves nothing before
-    assert left == [None] * begins + [[1]] * (5 - begins)
+    """`begins`: the first step whose token the sampler draws for him; None: the library draws all."""
+
+    def drawn(runner: HostRunner) -> list[tuple[list[int], list[TokenLogprobs]]]:
+        driver, how = Driver(runner), SamplingOptions(seed=0, temperature=1.0)
+        asking = [
+            how,
+            SamplingOptions(seed=0, temperature=1.0, **asked),
+            SamplingOptions(seed=0, temperature=0, **asked),
+        ]
+        each = [driver.add(prompt(5, 1), 6, sampling=sampling) for sampling in asking]
+        driver.run()
+        runner.reset()
+        return [(one.output, one.logprobs) for one in each]
+
+    expected, computed = drawn(by_many_calls(backend)), count_runs(backend, monkeypatch)
+    assert drawn(backend) == expected
+    parts = [step.run.draws.left for step in computed]
+    left = [None if part is None else part.rows.tolist() for part in parts]
+    begins = 5 if begins is None else begins
+    assert left == [None] * begins + [[1, 2]] * (5 - begins)
 
 
-def test_steps_are_the_librarys_alone_once_min_tokens_are_drawn(
-    backend: HostRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed, driver = count_runs(backend, monkeypatch), Driver(backend)
-    driver.add(prompt(5, 1), 10, min_tokens=4, stop_token_ids=(2,))
-    driver.run()
+def test_min_tokens_are_drawn_by_the_library(backend: HostRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who want some draw no stop token before, and those who may draw nothing else draw one all the same."""
+
+    def drawn(runner: HostRunner) -> list[list[int]]:
+        driver, stops = Driver(runner), tuple(range(3, VOCABULARY, 2))
+        each = [
+            driver.add(prompt(5, n), 10, min_tokens=4, stop_token_ids=stops, sampling=SamplingOptions(seed=n, **how))
+            for n, how in enumerate(({"allowed_token_ids": (3, 5)}, {}))
+        ]
+        driver.run()
+        runner.reset()
+        return [one.output for one in each]
+
+    expected, computed = drawn(by_many_calls(backend)), count_runs(backend, monkeypatch)
+    found = drawn(backend)
+    assert found == expected
     assert len(computed) == 10 - 1
-    assert computed[-1].run.left is None
+    assert set(found[0]) <= {3, 5}
+    assert not any(token > 2 and token % 2 for token in found[1][:4])
 
 
 def test_one_that_comes_finds_the_others_where_they_are(

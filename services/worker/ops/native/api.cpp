@@ -135,7 +135,7 @@ int64_t baton_probe_multiplying(Pool* pool, int number, int64_t steps) { return 
 int64_t baton_probe_tiles(Pool* pool, int64_t steps) { return probe_tiles(*pool, steps); }
 void baton_draw(Pool* pool, const float* logits, int vocab, int count, const uint32_t* keys, const float* temperature,
                 const int64_t* top_k, const float* top_p, const float* min_p, int64_t* tokens) {
-    draw(*pool, {logits, vocab, count, keys, temperature, top_k, top_p, min_p}, tokens);
+    draw(*pool, {logits, vocab, count, keys, temperature, top_k, top_p, min_p, nullptr, 0}, tokens);
 }
 void baton_find_likeliest(Pool* pool, const float* logits, int vocab, int count, int64_t* tokens, bool* undefined) {
     find_likeliest(*pool, logits, vocab, count, tokens, undefined);
@@ -145,6 +145,7 @@ void baton_find_logprobs(Pool* pool, const Logprobs* what, float* totals, int64_
 }
 int baton_decoder_run(Decoder* decoder, const Forward* forward) { return decoder->run(*forward); }
 int baton_decoder_decode(Decoder* decoder, Decode* step) { return decoder->decode(*step); }
+void baton_decoder_finish(Decoder* decoder, Decode* step) { decoder->finish(*step); }
 void baton_accept(Decode* step) { accept(*step); }
 void baton_race_key(uint64_t seed, uint32_t position, uint32_t* halves) { race_key(seed, position, halves); }
 int baton_decoder_draft_on(Decoder* decoder, const Forward* forward, int steps, int64_t stride, int* ids) {

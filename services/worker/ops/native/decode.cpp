@@ -27,9 +27,14 @@ bool Decoder::decode(Decode& step) {
     forward.state_slots = step.sequences;
     if (!run(forward)) return false;
     step.forward_seconds = std::chrono::duration<double>(Clock::now() - began).count();
-    draw_rows(step);
-    if (!step.left) accept(step);
+    if (!step.halts) finish(step);
     return true;
+}
+
+void Decoder::finish(Decode& step) {
+    draw_rows(step);
+    if (step.logprobs.count) find_logprobs_of(step);
+    if (!step.left) accept(step);
 }
 
 // The rows of a step for each group of layers; the tokens that are computed come first in `decoded_`.
@@ -69,8 +74,19 @@ void Decoder::draw_rows(Decode& step) {
     for (int row = 0; row < rows; ++row)
         race_key(step.seeds[row], uint32_t(step.outputs[row] + step.steps), &keys_[2 * size_t(row)]);
     step.draws.logits = step.to, step.draws.vocab = words, step.draws.count = rows, step.draws.keys = keys_.data();
+    step.draws.steps = step.steps;
     draw(pool_, step.draws, step.drawn);
     for (int row = 0; row < rows; ++row) step.undefined[row] = std::isnan(step.to[int64_t(row) * words + step.drawn[row]]);
+}
+
+// Of the logits as they are, whatever they were changed by.
+void Decoder::find_logprobs_of(Decode& step) {
+    Logprobs& what = step.logprobs;
+    drawn_.resize(what.count), ranks_.resize(what.count), totals_.resize(what.count);
+    for (int i = 0; i < what.count; ++i) drawn_[i] = step.drawn[what.rows[i]];
+    what.logits = step.to, what.vocab = config_.words, what.tokens = drawn_.data();
+    find_logprobs(pool_, what, totals_.data(), ranks_.data(), step.likeliest, step.chances);
+    for (int i = 0; i < what.count; ++i) step.own[i] = step.to[what.rows[i] * config_.words + drawn_[i]] - totals_[i];
 }
 
 void accept(Decode& step) {

@@ -7,6 +7,7 @@
 #include "draw.h"
 #include "latent.h"
 #include "linear.h"
+#include "logprobs.h"
 #include "low_rank.h"
 #include "mixture.h"
 #include "rows.h"
@@ -209,13 +210,18 @@ struct Decode {
     void* const* keys;         // of each layer
     void* const* values;
     float* to;              // [rows, words]
+    int halts;              // 1: nothing is drawn yet, as masks of `draws` are to come; `finish` is to be called then
     int left;               // rows whose tokens are drawn behind the call, and put into `drawn`; `accept` is to be called then
     const uint64_t* seeds;  // [rows] what the keys of `draws` are made of; null: the likeliest tokens are wanted
-    Draws draws;            // of which logits and keys are the library's
+    Draws draws;            // of which logits, keys and steps are the library's
+    Logprobs logprobs;      // of `logprobs.count` rows, whose logits and tokens are the library's
     // What comes of it.
     int64_t* drawn;          // [rows]
     bool* undefined;         // [rows] whether `drawn` means nothing, as the model computed NaN
     int* gained;             // [count] tokens that each holds more: its drafts that were drawn, too, and one behind them
+    float* own;              // [logprobs.count] the log-probability of what was drawn
+    int64_t* likeliest;      // [logprobs.count, logprobs.likeliest] tokens of each row, and their log-probabilities
+    float* chances;
     double forward_seconds;  // until there were logits
 };
 
@@ -231,6 +237,8 @@ class Decoder {
     bool run(const Forward& forward);
     // The same, and what is drawn and accepted.
     bool decode(Decode& step);
+    // What is left of a step that halts.
+    void finish(Decode& step);
     // As many steps of one row for each sequence, each step's ids the likeliest tokens behind the step before. `forward` is
     // the first step, whose logits are wanted of every row; the next one's slots, positions and context lengths lie `stride`
     // items further. Ids [steps + 1, rows] are `ids`, of which the first row is given. Where features are given, they are
@@ -249,6 +257,7 @@ class Decoder {
     void fit(int rows);
     void lay_out(const Decode& step);
     void draw_rows(Decode& step);
+    void find_logprobs_of(Decode& step);
     bool begin(const Forward& forward);
     void attention(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
     void attend_latents(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
@@ -296,6 +305,8 @@ class Decoder {
     std::vector<int> decoded_;  // of a step of decodes, what its batches point to
     std::vector<Batch> decodes_;  // of each group of layers
     std::vector<uint32_t> keys_;
+    std::vector<int64_t> drawn_, ranks_;  // of rows whose log-probabilities are wanted
+    std::vector<float> totals_;
     std::vector<float> latents_, latent_queries_, by_head_, products_, absorbed_, attended_;
     AttentionPlan plans_[2];
     const LowRankTable* const* adapted_ = nullptr;  // of the batch in hand

@@ -180,8 +180,18 @@ float least_kept(const float* weights, int width, int64_t top_k, float top_p, do
     return cut.least;
 }
 
-int64_t draw_row(const Draws& draws, int row, std::vector<float>& scratch) {
+// The row's logits as it is drawn from them.
+const float* changed_row(const Draws& draws, int row) {
     const float* logits = draws.logits + int64_t(row) * draws.vocab;
+    if (!draws.changes || !draws.changes[row].any()) return logits;
+    static thread_local std::vector<float> changed;  // as others want to know what they were
+    changed.assign(logits, logits + draws.vocab);
+    change_logits(draws.changes[row], draws.steps, changed.data(), draws.vocab);
+    return changed.data();
+}
+
+int64_t draw_row(const Draws& draws, int row, std::vector<float>& scratch) {
+    const float* logits = changed_row(draws, row);
     const int width = (draws.vocab + kLanes - 1) / kLanes * kLanes;
     const float most = greatest_of(logits, draws.vocab);
     if (draws.temperature[row] == 0.0f) return first_of(logits, draws.vocab, most);

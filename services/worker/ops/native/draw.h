@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "changes.h"
 #include "threads.h"
 
 // How each of `count` rows is drawn.
@@ -14,6 +15,8 @@ struct Draws {
     const int64_t* top_k;      // [count] vocab or more keeps all
     const float* top_p;        // [count] 1 keeps all
     const float* min_p;        // [count] 0 keeps all
+    const Changes* changes;    // [count] what each row is drawn from; null: the logits as they are
+    int steps;                 // see `change_logits`
 };
 
 // The two halves of what the token at an output position is drawn by: services/worker/sampling/random_numbers.py.

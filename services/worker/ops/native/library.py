@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 from services.worker.ops.native.draw_structures import MAX_LIKELIEST as MAX_LIKELIEST
-from services.worker.ops.native.draw_structures import NativeDraws
+from services.worker.ops.native.draw_structures import DecodeTable as DecodeTable
+from services.worker.ops.native.draw_structures import NativeDecode as NativeDecode
 from services.worker.ops.native.draw_structures import NativeLogprobs as NativeLogprobs
 from services.worker.ops.native.kv_structures import KvArena, KvBlocks, KvCells, NativeKvCaches
 from services.worker.ops.native.mixer_structures import MixStates as MixStates
@@ -377,43 +378,6 @@ class Forward(Structure):
     )
 
 
-class DecodeTable(Structure):
-    """`DecodeTable` of decoder.h."""
-
-    _fields_ = (("blocks", c_void_p), ("window", c_int))
-
-
-class NativeDecode(Structure):
-    """`Decode` of decoder.h: a step of decodes. `tokens`, `drawn` and all behind it are written."""
-
-    _fields_ = (
-        ("count", c_int),
-        ("rows", c_int),
-        ("steps", c_int),
-        ("sequences", c_void_p),
-        ("positions", c_void_p),
-        ("outputs", c_void_p),
-        ("drafted", c_void_p),
-        ("tokens", c_void_p),
-        ("width", c_int64),
-        ("tables", POINTER(DecodeTable)),
-        ("groups", c_int),
-        ("table_width", c_int64),
-        ("group_of", POINTER(c_int)),
-        ("adapters", POINTER(Adapters)),
-        ("keys", POINTER(c_void_p)),
-        ("values", POINTER(c_void_p)),
-        ("to", c_void_p),
-        ("left", c_int),
-        ("seeds", c_void_p),
-        ("draws", NativeDraws),
-        ("drawn", c_void_p),
-        ("undefined", c_void_p),
-        ("gained", c_void_p),
-        ("forward_seconds", c_double),
-    )
-
-
 _SIGNATURES = {
     "baton_version": (c_int, ()),
     "baton_instructions": (ctypes.c_char_p, ()),
@@ -481,6 +445,7 @@ _SIGNATURES = {
     "baton_find_logprobs": (None, (c_void_p, POINTER(NativeLogprobs), *[c_void_p] * 4)),
     "baton_decoder_run": (c_int, (c_void_p, POINTER(Forward))),
     "baton_decoder_decode": (c_int, (c_void_p, POINTER(NativeDecode))),
+    "baton_decoder_finish": (None, (c_void_p, POINTER(NativeDecode))),
     "baton_accept": (None, (POINTER(NativeDecode),)),
     "baton_race_key": (None, (c_uint64, c_uint32, c_void_p)),
     "baton_decoder_draft_on": (c_int, (c_void_p, POINTER(Forward), c_int, c_int64, c_void_p)),
