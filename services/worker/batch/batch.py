@@ -205,7 +205,7 @@ class Batch:
         return len(self.sampled) * (int(self.drafted.max(initial=0)) + 1)
 
 
-class DecodeRows(NamedTuple):
+class DecodeBatch(NamedTuple):
     """The R rows of a step in which each of Q sequences decodes: one of its last token, and one of each draft."""
 
     sampled: tuple[SequenceId, ...]

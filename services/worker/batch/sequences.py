@@ -16,7 +16,7 @@ from services.worker.batch.batch import (
     NO_COPIES,
     Batch,
     BrokenPlan,
-    DecodeRows,
+    DecodeBatch,
     DraftTokens,
     ScheduledWork,
     StateCopies,
@@ -262,7 +262,7 @@ class SequenceTable:
             trees=trees,
         )
 
-    def decodes(self, scheduled: ScheduledWork, drafts: DraftTokens | None) -> DecodeRows:
+    def decodes(self, scheduled: ScheduledWork, drafts: DraftTokens | None) -> DecodeBatch:
         """The rows of `scheduled`, decodes which count as computed from here on; `drafts`, known and no trees, are
         those of the speculating ones. Raises BrokenPlan."""
         self._check_work(scheduled)
@@ -273,7 +273,7 @@ class SequenceTable:
         positions = self._computed[rows] + ahead
         self.count_computed(seq_indices)
         sampled = tuple(item.sequence for item in scheduled.work)
-        return DecodeRows(sampled, seq_indices, drafted, rows, positions, self.sampling_batch(rows, ahead))
+        return DecodeBatch(sampled, seq_indices, drafted, rows, positions, self.sampling_batch(rows, ahead))
 
     def _put_paths(self, scheduled: ScheduledWork, drafts: DraftTokens | None) -> Int32s:
         """How many drafts [W] each has; those that the host knows lie behind its known tokens then."""

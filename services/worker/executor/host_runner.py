@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.backend import StepOutput
-from services.worker.batch.batch import NO_COPIES, Batch, DecodeRows
+from services.worker.batch.batch import NO_COPIES, Batch, DecodeBatch
 from services.worker.batch.decode_reuse import DecodeReuse
 from services.worker.batch.draft_trees import AcceptedPaths, accepted_rows
 from services.worker.batch.pooled_rows import NO_VECTORS
@@ -326,7 +326,7 @@ class HostStep:
         """How long sequences are behind a step that may have drafts depends on what it draws."""
         self.verdict: AcceptedTokens | None = None
         """None on ranks that draw nothing, and where the library alone has drawn, without drafts."""
-        self.decoded: DecodeRows | None = None
+        self.decoded: DecodeBatch | None = None
         """What `verdict` is of, where the pass was one call of the library."""
         self.scored = ScoredPromptRows()
         self.vectors = NO_VECTORS

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.worker.backend import ExecutionMode, Step, StepOutput
-from services.worker.batch.batch import Batch, BrokenPlan, DecodeRows
+from services.worker.batch.batch import Batch, BrokenPlan, DecodeBatch
 from services.worker.batch.draft_trees import BranchBlocks
 from services.worker.batch.pooled_rows import NO_VECTORS, PooledHead, PooledVectors
 from services.worker.batch.prompt_rows import ScoredPromptRows
@@ -407,7 +407,7 @@ def decode_output(
     return StepOutput(sampled, timing, failed=failed)
 
 
-def undefined_sequences(batch: Batch | DecodeRows, undefined: Tensor | None) -> tuple[SequenceFailed, ...]:
+def undefined_sequences(batch: Batch | DecodeBatch, undefined: Tensor | None) -> tuple[SequenceFailed, ...]:
     """The sequences of `batch` that drew from NaN; `undefined`: see `SamplerOutput`."""
     if undefined is None or not (rows := np.flatnonzero(undefined.cpu().numpy())).size:
         return ()
@@ -418,7 +418,7 @@ def undefined_sequences(batch: Batch | DecodeRows, undefined: Tensor | None) -> 
 def step_output(
     plan: StepPlan,
     timing: StepTiming,
-    batch: Batch | DecodeRows | None,
+    batch: Batch | DecodeBatch | None,
     verdict: AcceptedTokens | None,
     scored: ScoredPromptRows,
     failed: tuple[SequenceFailed, ...] = (),

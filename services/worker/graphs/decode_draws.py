@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.batch.batch import DecodeRows
+from services.worker.batch.batch import DecodeBatch
 from services.worker.batch.rows import Indices, Int32s
 from services.worker.batch.sequences import SequenceTable
 from services.worker.ops.native.draw_structures import CHANGES, MAX_LIKELIEST, NativeDecode
@@ -39,7 +39,7 @@ class RowsOfSome(NamedTuple):
     """[P]"""
 
     @classmethod
-    def of(cls, rows: DecodeRows, which: Flags | None) -> RowsOfSome | None:
+    def of(cls, rows: DecodeBatch, which: Flags | None) -> RowsOfSome | None:
         """`which` [Q]; None where it is nobody."""
         if which is None or not which.any():
             return None
@@ -60,7 +60,7 @@ class DecodeDraws:
     """The draws of a run of steps. Read by the library while one is computed."""
 
     def __init__(
-        self, rows: DecodeRows, sequences: SequenceTable, guided: Flags | None, processed: Flags | None
+        self, rows: DecodeBatch, sequences: SequenceTable, guided: Flags | None, processed: Flags | None
     ) -> None:
         """`guided` and `processed` [Q]: who has a grammar, and who asks for a logits processor; None: nobody."""
         self._rows, self._sequences = rows, sequences

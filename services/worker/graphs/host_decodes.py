@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.batch.batch import BrokenPlan, DecodeRows, DraftTokens, ScheduledWork
+from services.worker.batch.batch import BrokenPlan, DecodeBatch, DraftTokens, ScheduledWork
 from services.worker.batch.decode_reuse import goes_on
 from services.worker.batch.rows import Indices, Int32s
 from services.worker.batch.sequences import SequenceTable
@@ -154,7 +154,7 @@ class HostDecodeRun:
     def __init__(
         self,
         work: tuple[SequenceWork, ...],
-        rows: DecodeRows,
+        rows: DecodeBatch,
         draws: DecodeDraws,
         sequences: SequenceTable,
         template: library.NativeDecode,

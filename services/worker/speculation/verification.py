@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.batch.batch import Batch, DecodeRows
+from services.worker.batch.batch import Batch, DecodeBatch
 from services.worker.batch.rows import expand_drafts
 from services.worker.ops.drafts import DraftAttempt
 from services.worker.ops.gpu import runs_triton
@@ -118,7 +118,7 @@ class AcceptedTokens:
             return cls(outcome.reshape(-1, 1), np.ones_like(drafted), logprobs)
         return cls(by_sequence(outcome[len(drafted) :], drafted), outcome[: len(drafted)], logprobs)
 
-    def sampled(self, batch: Batch | DecodeRows) -> tuple[SampledTokens, ...]:
+    def sampled(self, batch: Batch | DecodeBatch) -> tuple[SampledTokens, ...]:
         """Messages for the scheduler, in the batch's order."""
         by_row = logprobs_by_row(self.logprobs) if self.logprobs else {}
         rows = batch.first_drawn[:, None] + np.arange(self.tokens.shape[1]) if self.rows is None else self.rows
@@ -135,7 +135,7 @@ class AcceptedTokens:
             for sequence, tokens, count, drafted, of in parts
         )
 
-    def by_position(self, batch: Batch | DecodeRows) -> tuple[int, ...]:
+    def by_position(self, batch: Batch | DecodeBatch) -> tuple[int, ...]:
         """How many sequences accepted their first draft, their second, and so on, up to the longest draft."""
         longest = int(batch.levels.max(initial=0))
         return tuple(int(np.count_nonzero(self.counts > position)) for position in range(1, longest + 1))
