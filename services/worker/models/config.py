@@ -97,6 +97,23 @@ class ResidualScales(Struct, frozen=True, omit_defaults=True):
     added: float = 1.0
 
 
+class FollowingBlock(Struct, frozen=True, omit_defaults=True):
+    """An MLP, or a matrix in the place of one or of attention, which follows a layer's attention."""
+
+    number: int
+    """The checkpoint's layer that it is in."""
+    norm: str
+    """What its norm is called there."""
+    module: str
+    """What it is called there."""
+    columns: int | None = None
+    """Of the MLP; None: it is a matrix of hidden_size to hidden_size."""
+
+    def parameters(self, hidden: int) -> int:
+        """Weights of its matrices."""
+        return hidden * (hidden if self.columns is None else 3 * self.columns)
+
+
 class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """What may differ between the layers of one model."""
 
@@ -114,8 +131,8 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     norms_outputs: bool = False
     """What attention and MLP give is normed, and not what they read (Olmo 2 and later)."""
     blocks: tuple[int, int] | None = None
-    """The numbers of its mixer and of its MLP in the checkpoint where these are layers of their own there (Nemotron-H);
-    None: both have the layer's."""
+    """The numbers of its mixer and of its MLP in the checkpoint where these are layers of their own there (Nemotron-H),
+    or of the first and the last that it is (Nemotron-NAS); None: both have the layer's."""
     part: str | None = None
     """Which part of a layer of the checkpoint it is, as its tensors are called there; None: all of it."""
     depth: int | None = None
@@ -126,6 +143,10 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """How entries are made of its tokens that attention sees beside its window (DeepSeek-V4); None: there are none."""
     hashed: bool = False
     """A token's experts are those that a table has for it, whatever its row is."""
+    following: tuple[FollowingBlock, ...] = ()
+    """What comes behind attention in the place of an MLP, in this order (Nemotron-NAS)."""
+    kv_heads: int | None = None
+    """Key/value heads of the checkpoint, where each is cached several times; None: as many as the model's."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -281,7 +302,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def layers_of_block(self, block: int) -> tuple[int, ...]:
         """Those that a checkpoint's layer of this number is, or is a part of; none: it has no such layer."""
         numbers = (each.blocks or (number, number) for number, each in enumerate(self.layers))
-        return tuple(number for number, blocks in enumerate(numbers) if block in blocks)
+        return tuple(number for number, (first, last) in enumerate(numbers) if first <= block <= last)
 
     def _in_layers(self, layers: Sequence[LayerConfig], experts: int | None, *, once: bool = True) -> int:
         """With so many experts in each of those that mix. `once`: what several layers share counts once."""
@@ -293,6 +314,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         states = sum(layer.has_state for layer in layers)
         mixers = 0 if self.states is None else states * self.states.parameters(self.hidden_size)
         attention = self._attending_parameters(layers, len(layers) - states) + mixers
+        attention += sum(each.parameters(self.hidden_size) for layer in layers for each in layer.following)
+        attention -= sum(self._repeated_parameters(layer) for layer in layers)
         mixing = sum(layer.mixes for layer in layers)
         columns = sum(layer.has_mlp and not layer.mixes for layer in layers) * self.intermediate_size
         outputs = 0
@@ -316,3 +339,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
             return self.latent.parameters(self.hidden_size, self.num_heads)
         gates = self.num_heads if self.gated_attention else 0
         return self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads + gates)
+
+    def _repeated_parameters(self, layer: LayerConfig) -> int:
+        """What makes keys and values that are others of the same layer."""
+        repeated = 0 if layer.kv_heads is None else self.num_kv_heads - layer.kv_heads
+        return 2 * self.hidden_size * self.head_dim * repeated

@@ -429,6 +429,9 @@ class Decoder:
         """The attention's output and the residual → (the MLP's output, the residual to add it to)."""
         before, behind = layer.residual or (None, None)
         residual = self._stream.kept(residual, before)
+        for each in layer.following:
+            x, residual = self._stream.joined(x, residual, each.norm)
+            x = self._mlp_sum(layer, each.mlp, x)
         if layer.mlp is None:
             return x, residual
         if layer.depth is not None:
@@ -458,32 +461,6 @@ class Decoder:
             logits = logits / self._config.logits_divisor
         cap = self._config.logits_softcap
         return logits if cap is None else cap * (logits / cap).tanh()
-
-
-class LayerwiseDecoder(Decoder):
-    """A decoder that says when each layer's keys and values are in its cache, while those behind it are still to be
-    computed: for a KV connector that saves layer by layer."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: DecoderWeights,
-        share: LayerShard,
-        ops: Ops,
-        communicator: Communicator,
-        pipeline: Pipeline | None,
-        on_layer: Callable[[int], None],
-    ) -> None:
-        """`on_layer`: called with each layer's number on this rank, in their order, on the thread that computes."""
-        super().__init__(config, weights, share, ops, communicator, pipeline)
-        self._on_layer = on_layer
-        self._numbers = {id(layer): number for number, layer in enumerate(weights.layers)}
-
-    def queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
-        """See `Decoder.queries`; keys and values are said to be there."""
-        queries = super().queries(layer, x, meta, cache)
-        self._on_layer(self._numbers[id(layer)])
-        return queries
 
 
 def _round_scale(scale: float | None, weights: DecoderWeights) -> float | None:

@@ -245,7 +245,9 @@ def _published_config(path: Path, architecture: str, described: bytes | None) ->
         raise ModelError(f"{path}: {error}") from None
     config = read_model_config(path.parent, described=msgspec.json.encode(read.base))
     longest = min(config.max_positions, read.longest or config.max_positions)
-    return msgspec.structs.replace(config, architecture=architecture, max_positions=longest, **read.changes)
+    layers = config.layers if read.arranged is None else read.arranged(config.layers[0])
+    changes = {"layers": layers, **read.changes}
+    return msgspec.structs.replace(config, architecture=architecture, max_positions=longest, **changes)
 
 
 def _decode(path: Path, kind: type[_T], text: bytes | None = None) -> _T:

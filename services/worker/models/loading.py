@@ -10,7 +10,14 @@ from torch.nn.functional import normalize
 
 from services.worker.models.checkpoint import TensorSource, read_exactly
 from services.worker.models.compressed.loading import CompressedLoader
-from services.worker.models.config import CompressedConfig, LatentConfig, LayerConfig, Mixture, ModelConfig
+from services.worker.models.config import (
+    CompressedConfig,
+    FollowingBlock,
+    LatentConfig,
+    LayerConfig,
+    Mixture,
+    ModelConfig,
+)
 from services.worker.models.expert_parallel.expert_load import empty_counts
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
 from services.worker.models.heads.loading import read_heads
@@ -25,7 +32,7 @@ from services.worker.models.quantization.matrices import (
     padded,
 )
 from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
-from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
+from services.worker.models.sharding import LayerShard, PipelineStage, columns_of, shard_of, stage_of
 from services.worker.models.shared_blocks.depths import DepthLoader, home_of
 from services.worker.models.states.gated_attention import read_gated_inputs
 from services.worker.models.states.layer_mixers import read_state_mixer
@@ -33,8 +40,10 @@ from services.worker.models.states.multipliers import Scales, mixer_scales, mlp_
 from services.worker.models.weights import (
     DecoderWeights,
     DenseMlp,
+    FollowingWeights,
     LayerMixer,
     LayerWeights,
+    LinearMlp,
     MixtureMlp,
     SharedExpert,
 )
@@ -232,7 +241,17 @@ class _Loader:
             residual=layer.residual,
             compressed=mixer.compressed,
             streams=mixer.streams,
+            following=tuple(map(self._following, layer.following)),
         )
+
+    def _following(self, block: FollowingBlock) -> FollowingWeights:
+        config = self._config
+        layer = f"{self._names.layers}.{block.number}"
+        norm, name = self._norm(f"{layer}.{block.norm}.weight"), f"{layer}.{block.module}"
+        columns = columns_of(config, self._share, block.columns or config.hidden_size)
+        if block.columns is not None:
+            return FollowingWeights(norm, self._columns_of(name, block.columns, columns, config.mlp_bias))
+        return FollowingWeights(norm, LinearMlp(self._row_parallel(name, config.hidden_size, columns, False), columns))
 
     def _on_device(self, scales: Scales) -> Scales:
         return None if scales is None else (scales[0].to(self._device), scales[1])
@@ -251,7 +270,9 @@ class _Loader:
         return LayerMixer(
             inputs=latent.inputs()
             if latent is not None
-            else read_heads(*(self._matrices, self._checkpoint, config, self._share, name), self.attention_inputs),
+            else read_heads(
+                *(self._matrices, self._checkpoint, config, self._share, name), self.attention_inputs, layer.kv_heads
+            ),
             q_norm=self._norm(f"{name}.{names.query_norm}.weight", dim) if config.qk_norm else None,
             k_norm=self._norm(f"{name}.{names.key_norm}.weight", dim) if config.qk_norm else None,
             output=self._row_parallel(

@@ -27,7 +27,7 @@ from services.worker.models.config import Dtype, ModelConfig, ModelError
 from services.worker.models.context_parallel.context_decoder import ContextDecoder
 from services.worker.models.context_parallel.shared_ops import ContextRanks
 from services.worker.models.data_parallel.group_decoder import GroupDecoder
-from services.worker.models.decoder import Decoder, LayerwiseDecoder
+from services.worker.models.decoder import Decoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.expert_parallel.engine_experts import engine_bytes, layer_placer, place_experts
 from services.worker.models.expert_parallel.load_window import LoadWindow
@@ -39,6 +39,7 @@ from services.worker.models.hf_config import has_head, is_native, read_model_con
 from services.worker.models.hyper_connections.decoder import CompressedDecoder
 from services.worker.models.hyper_connections.limits import check_compressed
 from services.worker.models.latent.attention import check_latent
+from services.worker.models.layerwise.decoder import LayerwiseDecoder
 from services.worker.models.loaded_model import (
     TORCH_DTYPES,
     LoadedModel,

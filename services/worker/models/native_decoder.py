@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -17,9 +18,12 @@ from services.worker.models.config import ModelConfig, ResidualScales
 from services.worker.models.weights import (
     DecoderWeights,
     DenseMlp,
+    FollowingWeights,
     KvCaches,
     LayerWeights,
+    LinearMlp,
     MixtureMlp,
+    Mlp,
     SelectiveWeights,
 )
 from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
@@ -61,9 +65,12 @@ class NativeAdapters:
         for layer in weights.layers:
             between = layer.selective
             steps, made = (layer.steps, None) if between is None else (between.steps, between.made)
-            of_layer = [layer.qkv, steps, made, layer.gate, layer.output, *_mlp_matrices(layer)]
+            of_layer = [layer.qkv, steps, made, layer.gate, layer.output, *_mlp_matrices(layer.mlp)]
             assert len(of_layer) == library.ADAPTED_OF_LAYER
             matrices += of_layer
+            for _, mlp in layer.following:
+                output = mlp.matrix if isinstance(mlp, LinearMlp) else None
+                matrices += [None, None, None, None, output, *_mlp_matrices(mlp)]
         found = [products.get(id(matrix)) for matrix in (*matrices, weights.head)]
         self._products = found  # which own what the tables point to
         pointer = ctypes.POINTER(library.LowRankTable)
@@ -103,10 +110,15 @@ class NativeDecoder:
         self._mixtures = [_mixture(config, layer) for layer in weights.layers]
         self._mixers = [_states(layer) for layer in weights.layers]
         self._latents = [_latent(config, layer) for layer in weights.layers]
-        layers = (library.DecoderLayer * len(weights.layers))(
-            *map(_layer, weights.layers, self._mixtures, self._mixers, self._latents)
-        )
+        each_layer = list(map(_layer, weights.layers, self._mixtures, self._mixers, self._latents))
+        self._parts = [1 + len(layer.following) for layer in weights.layers]
+        """How many layers of the library a layer is."""
+        parts = [
+            [first, *map(_following, layer.following)] for first, layer in zip(each_layer, weights.layers, strict=True)
+        ]
+        layers = (library.DecoderLayer * sum(self._parts))(*chain.from_iterable(parts))
         described = self._config_struct(config, numbers)
+        described.layers = len(layers)
         if not isinstance(weights.embedding, Tensor):
             described.coded_embedding = _linear(weights.embedding)
         described.final_norm = address_of(weights.final_norm)
@@ -129,11 +141,13 @@ class NativeDecoder:
 
     def use_taps(self, layers: tuple[int, ...]) -> None:
         """See `Decoder.use_taps`."""
-        self._taps = (ctypes.c_int * len(layers))(*layers)
+        places = [0, *accumulate(self._parts)]
+        self._taps = (ctypes.c_int * len(layers))(*(places[layer] for layer in layers))
 
     def use_groups(self, group_of: tuple[int, ...]) -> None:
         """See `CausalLm.use_groups`; `group_of`: each layer's group."""
-        self._group_of = (ctypes.c_int * len(group_of))(*group_of)
+        groups = [group for group, parts in zip(group_of, self._parts, strict=True) for _ in range(parts)]
+        self._group_of = (ctypes.c_int * len(groups))(*groups)
 
     def __del__(self) -> None:
         if getattr(self, "_decoder", None):
@@ -230,8 +244,10 @@ class NativeDecoder:
     def _addresses(self, caches: KvCaches) -> tuple[object, object]:
         """Where keys and values of each layer are."""
         if self._caches is None or self._caches[0] is not caches:
-            array = ctypes.c_void_p * len(caches)
-            keys, values = (array(*(cache[half].data_ptr() for cache in caches)) for half in range(2))
+            # Those behind attention have none; they are given its.
+            each = [cache for cache, parts in zip(caches, self._parts, strict=True) for _ in range(parts)]
+            array = ctypes.c_void_p * len(each)
+            keys, values = (array(*(cache[half].data_ptr() for cache in each)) for half in range(2))
             self._caches = (caches, keys, values)
         return self._caches[1:]
 
@@ -258,7 +274,6 @@ class NativeDecoder:
         rounded = 1.0 if scale is None or embedding is None else float(embedding.new_tensor(scale))
         return library.DecoderConfig(
             number=self._ops.number,
-            layers=config.num_layers,
             hidden=config.hidden_size,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
@@ -305,13 +320,13 @@ def native_decoder(
     return NativeDecoder(config, weights, ops, eagle)
 
 
-def _mlp_matrices(layer: LayerWeights) -> tuple[PackedLinear | None, PackedLinear | None, PackedLinear | None]:
+def _mlp_matrices(mlp: Mlp | None) -> tuple[PackedLinear | None, PackedLinear | None, PackedLinear | None]:
     """Gates and ups, and downs, that every row goes through, and the gate of what they make; None: there is none."""
-    match layer.mlp:
+    match mlp:
         case DenseMlp():
-            return layer.mlp.gate_up, layer.mlp.down, None
-        case MixtureMlp() if layer.mlp.shared is not None:
-            shared = layer.mlp.shared
+            return mlp.gate_up, mlp.down, None
+        case MixtureMlp() if mlp.shared is not None:
+            shared = mlp.shared
             return shared.mlp.gate_up, shared.mlp.down, shared.gate
         case _:
             return None, None, None
@@ -327,7 +342,7 @@ def _mixture(config: ModelConfig, layer: LayerWeights) -> library.DecoderMixture
         router=_linear(mixture.router),
         rule=rule_of(mixture.routing, experts.count),
         experts=experts,
-        shared_gate=_linear(_mlp_matrices(layer)[2]),
+        shared_gate=_linear(_mlp_matrices(mixture)[2]),
         counts=address_of(mixture.counts),
     )
 
@@ -389,7 +404,7 @@ def _layer(
     states: library.DecoderStates | None,
     latent: library.DecoderLatent | None,
 ) -> library.DecoderLayer:
-    gate_up, down, _ = _mlp_matrices(layer)
+    gate_up, down, _ = _mlp_matrices(layer.mlp)
     inputs, output = layer.scales or (None, 1.0)
     before, behind = layer.residual or (ResidualScales(), ResidualScales())
     ups, down_scale = (layer.mlp.scales if isinstance(layer.mlp, DenseMlp) else None) or (None, 1.0)
@@ -419,6 +434,24 @@ def _layer(
         beside=layer.beside,
         output_kept=before.kept,
         mlp_kept=behind.kept,
+    )
+
+
+def _following(block: FollowingWeights) -> library.DecoderLayer:
+    """An MLP, or a matrix, as a layer that does not attend."""
+    norm, mlp = block
+    matrix = mlp.matrix if isinstance(mlp, LinearMlp) else None
+    gate_up, down, _ = _mlp_matrices(mlp)
+    return library.DecoderLayer(
+        input_norm=None if matrix is None else address_of(norm),
+        mlp_norm=address_of(norm) if matrix is None else None,
+        output=_linear(matrix),
+        gate_up=_linear(gate_up),
+        down=_linear(down),
+        output_scale=1.0,
+        down_scale=1.0,
+        output_kept=1.0,
+        mlp_kept=1.0,
     )
 
 

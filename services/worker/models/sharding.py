@@ -111,6 +111,12 @@ def shard_of(
             raise ModelError(
                 f"{key} {count} does not divide over {world_size} tensor-parallel ranks: choose another --tp"
             )
+    for each in (each for layer in config.layers for each in layer.following):
+        if (each.columns or config.hidden_size) % world_size:
+            raise ModelError(
+                f"layer {each.number} has {each.columns or config.hidden_size} columns, which do not divide over "
+                f"{world_size} tensor-parallel ranks: choose another --tp"
+            )
     if config.num_kv_heads % world_size and world_size % config.num_kv_heads:
         raise ModelError(
             f"num_key_value_heads {config.num_kv_heads} neither divides over {world_size} ranks nor divides them"
@@ -140,6 +146,12 @@ def _mixer_part(states: StateConfig, rank: int, world_size: int) -> MixerShard:
             raise ModelError(f"{states.kind}: {count} {what} do not divide over {world_size} tensor-parallel ranks")
     groups = (0, 1) if one else _part(states.groups, rank, world_size)
     return MixerShard(_part(states.heads, rank, world_size), groups, world_size if one else 1)
+
+
+def columns_of(config: ModelConfig, share: LayerShard, size: int) -> tuple[int, int]:
+    """A rank's part of so many columns of a layer's own, from and to; they divide as heads do."""
+    first, end = (size * head // config.num_heads for head in share.heads)
+    return first, end
 
 
 def _part(count: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -64,7 +64,16 @@ class MixtureMlp:
         return replace(self, routing=self.routing._replace(given=self.by_token.index_select(0, ids)))
 
 
-Mlp = DenseMlp | MixtureMlp
+@dataclass(frozen=True, slots=True)
+class LinearMlp:
+    """A matrix in the place of an MLP or of attention; of its inputs one rank's."""
+
+    matrix: PackedLinear
+    columns: tuple[int, int]
+    """From and to."""
+
+
+Mlp = DenseMlp | MixtureMlp | LinearMlp
 
 
 KvCaches = list[tuple[Tensor, Tensor]]
@@ -197,6 +206,14 @@ class LowRankGates:
     """R"""
 
 
+class FollowingWeights(NamedTuple):
+    """See `FollowingBlock`."""
+
+    norm: Tensor
+    """float32 [hidden]"""
+    mlp: DenseMlp | LinearMlp
+
+
 class LayerMixer(NamedTuple):
     """What a layer has in front of its MLP; see `LayerWeights`."""
 
@@ -271,6 +288,8 @@ class LayerWeights:
     compressed: CompressedWeights | None = None
     streams: tuple[StreamMixing, StreamMixing] | None = None
     """Hyper-connections: those around attention, and those around the MLP."""
+    following: tuple[FollowingWeights, ...] = ()
+    """What comes behind attention, and the MLP if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +354,8 @@ def apply_mlp(ops: Ops, mlp: Mlp, x: Tensor, activation: Activation) -> Tensor:
             return ops.linear(ops.gated_linear(x, mlp.gate_up, activation), mlp.down)
         case MixtureMlp():
             return _apply_mixture(ops, mlp, x, activation)
+        case LinearMlp(columns=(first, end)):
+            return ops.linear(x[:, first:end].contiguous(), mlp.matrix)
         case _:
             assert_never(mlp)
 

@@ -13,11 +13,17 @@ from services.worker.ops.interface import PackedLinear
 
 
 def read_heads(
-    matrices: MatrixLoader, checkpoint: TensorSource, config: ModelConfig, share: LayerShard, name: str, inputs: int
+    matrices: MatrixLoader,
+    checkpoint: TensorSource,
+    config: ModelConfig,
+    share: LayerShard,
+    name: str,
+    inputs: int,
+    kv_heads: int | None = None,
 ) -> PackedLinear:
-    """Queries, keys and values, one below the other, of `inputs` elements of a row; `name`: of the attention. Raises
-    ModelError where a tensor is missing or misshapen."""
-    parts = head_rows(config, share)
+    """Queries, keys and values, one below the other, of `inputs` elements of a row; `name`: of the attention.
+    `kv_heads`: see `LayerConfig`. Raises ModelError where a tensor is missing or misshapen."""
+    parts = head_rows(config, share, kv_heads)
     matrix = matrices.join([_weight(matrices, each, name, inputs) for each in parts])
     biases = [_bias(checkpoint, each, name) for each in parts] if config.qkv_bias else []
     return matrices.pack_linear(matrix, joined(biases) if biases else None)

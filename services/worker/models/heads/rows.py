@@ -31,8 +31,11 @@ class HeadRows(NamedTuple):
         return (int(self.rows.min()), int(self.rows.max()) + 1) if isinstance(self.rows, Tensor) else self.rows
 
 
-def head_rows(config: ModelConfig, share: LayerShard) -> tuple[HeadRows, HeadRows, HeadRows]:
-    """Queries, keys and values of a rank. Where less than whole heads, or neighbours, are rotated, elements of queries
+def head_rows(
+    config: ModelConfig, share: LayerShard, kv_heads: int | None = None
+) -> tuple[HeadRows, HeadRows, HeadRows]:
+    """Queries, keys and values of a rank; of a layer with fewer `kv_heads` than are cached, each as often as it is.
+    Where less than whole heads, or neighbours, are rotated, elements of queries
     and keys are in the order in which whole heads are: scores are sums over elements, whatever their order."""
     names, dim, groups = tensor_names(config.architecture), config.head_dim, config.num_kv_heads
     sizes = (config.num_heads * dim, groups * dim, groups * dim)
@@ -45,11 +48,19 @@ def head_rows(config: ModelConfig, share: LayerShard) -> tuple[HeadRows, HeadRow
         rows: Rows = (own[0] * dim, own[1] * dim)
         if order is not None and part < 2:
             rows = torch.arange(*rows).view(-1, dim)[:, order].flatten()
+        if part and kv_heads is not None:
+            rows, outputs = _repeated(rows, dim, groups // kv_heads), kv_heads * dim
         if len(beside) > 1:
             rows = _within(rows, sizes[part], before, outputs, groups if names.qkv_by_group else 1)
         found.append(HeadRows(module, outputs, rows))
     queries, keys, values = found
     return queries, keys, values
+
+
+def _repeated(rows: Rows, dim: int, times: int) -> Tensor:
+    """`rows` of heads each of which is there so many times, one behind the other, as rows of these heads once."""
+    numbers = rows if isinstance(rows, Tensor) else torch.arange(*rows)
+    return numbers // (dim * times) * dim + numbers % dim
 
 
 def _within(rows: Rows, size: int, before: int, outputs: int, groups: int) -> Rows:

@@ -22,13 +22,13 @@ from services.worker.models.heads.rows import head_rows
 from services.worker.models.hf_layers.latent import LatentConfig
 from services.worker.models.hf_layers.tensor_names import GRANITE, TensorNames, tensor_names
 from services.worker.models.latent.loading import rotated_last
-from services.worker.models.sharding import LayerShard, MixerShard
+from services.worker.models.sharding import LayerShard, MixerShard, columns_of
 from services.worker.models.states import lightning_loading
 from services.worker.models.states.delta_loading import GATES, RATES, first_of_steps, input_parts
 from services.worker.models.states.gated_attention import gated_outputs
 from services.worker.models.states.mamba_loading import own_outputs
 from services.worker.models.states.mixer_loading import channel_outputs
-from services.worker.models.weights import DenseMlp, LayerWeights, MixtureMlp, Rows
+from services.worker.models.weights import DenseMlp, LayerWeights, LinearMlp, MixtureMlp, Rows
 from services.worker.ops.interface import PackedLinear
 
 KEYS_AND_VALUES = "self_attn.kv_b_proj"
@@ -64,7 +64,7 @@ def module_sizes(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]
     """Inputs and outputs of each module of layer `number` that can have an adapter, in the whole model. Experts cannot,
     but what every row goes through beside them can."""
     layer, hidden = config.layers[number], config.hidden_size
-    sizes = _sizes_within(config, layer)
+    sizes = _sizes_within(config, layer) | _following_sizes(config, layer)
     if layer.part is not None:
         sizes = {f"{layer.part}.{module}": size for module, size in sizes.items()}
     return sizes if layer.depth is None else sizes | {_OF_DEPTH: (hidden, hidden)}
@@ -72,7 +72,7 @@ def module_sizes(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]
 
 def _sizes_within(config: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, int]]:
     hidden = config.hidden_size
-    sizes = _mixer_sizes(config) if layer.has_state else _attention_sizes(config)
+    sizes = _mixer_sizes(config) if layer.has_state else _attention_sizes(config, layer.kv_heads)
     names = tensor_names(config.architecture)
     if not layer.has_mlp:
         return sizes
@@ -86,10 +86,25 @@ def _sizes_within(config: ModelConfig, layer: LayerConfig) -> dict[str, tuple[in
     return sizes | _mlp_sizes(names, block, hidden, mixture.shared_size) | gate
 
 
-def _attention_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+def _following_sizes(config: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, int]]:
+    """Of what comes behind attention; the checkpoint's layer stands before each module's name."""
+    names, hidden, sizes = tensor_names(config.architecture), config.hidden_size, dict[str, tuple[int, int]]()
+    for block in layer.following:
+        name = named_in(block.number, block.module)
+        sizes |= {name: (hidden, hidden)} if block.columns is None else _mlp_sizes(names, name, hidden, block.columns)
+    return sizes
+
+
+def named_in(block: int, module: str) -> str:
+    """What a module behind attention is called here, as a layer may have several of the same name."""
+    return f"{block}.{module}"
+
+
+def _attention_sizes(config: ModelConfig, kv_heads: int | None) -> dict[str, tuple[int, int]]:
     if config.latent is not None:
         return _latent_sizes(config, config.latent)
-    hidden, heads, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    kv = (kv_heads or config.num_kv_heads) * config.head_dim
     inputs = config.attention_inputs
     names = tensor_names(config.architecture)
     return {
@@ -158,20 +173,23 @@ def modules_of_layer(
 ) -> Iterator[ModulesOfMatrix]:
     """Of the rank's matrices of layer `number`, those that adapters may change."""
     part, every = config.layers[number].part, (0, config.hidden_size)
-    for matrix in _modules_within(config, share, layer):
+    for matrix in _modules_within(config, share, config.layers[number], layer):
         named = (each if part is None else each._replace(module=f"{part}.{each.module}") for each in matrix.parts)
         yield matrix._replace(parts=tuple(named))
     if layer.depth is not None:
         yield ModulesOfMatrix(layer.depth.output, every, (ModuleRows(_OF_DEPTH, every),))
 
 
-def _modules_within(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:
+def _modules_within(
+    config: ModelConfig, share: LayerShard, described: LayerConfig, layer: LayerWeights
+) -> Iterator[ModulesOfMatrix]:
     if layer.mixer is not None:
         yield from _of_mixer(config, share, layer)
     elif config.latent is not None:
         yield from _of_latent(config, config.latent, share, layer)
     else:
-        yield from _of_attention(config, share, layer)
+        yield from _of_attention(config, share, layer, described.kv_heads)
+    yield from _of_following(config, share, described, layer)
     block = mlp = tensor_names(config.architecture).mlp
     match layer.mlp:
         case DenseMlp():
@@ -187,6 +205,18 @@ def _modules_within(config: ModelConfig, share: LayerShard, layer: LayerWeights)
                 yield ModulesOfMatrix(shared.gate, (0, config.hidden_size), (gate,))
         case _:
             pass
+
+
+def _of_following(
+    config: ModelConfig, share: LayerShard, described: LayerConfig, layer: LayerWeights
+) -> Iterator[ModulesOfMatrix]:
+    for block, (_, mlp) in zip(described.following, layer.following, strict=True):
+        name = named_in(block.number, block.module)
+        if isinstance(mlp, LinearMlp):
+            yield ModulesOfMatrix(mlp.matrix, mlp.columns, (ModuleRows(name, (0, config.hidden_size)),))
+        else:
+            size = block.columns or 0
+            yield from _of_mlp(config, name, mlp, columns_of(config, share, size), size)
 
 
 def _of_mixer(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:
@@ -243,7 +273,9 @@ def _of_gates(name: str, states: DeltaConfig, shard: MixerShard, layer: LayerWei
         yield ModulesOfMatrix(packed, (0, layer.gates.rank), (ModuleRows(f"{name}.{module}", rows),))
 
 
-def _of_attention(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> Iterator[ModulesOfMatrix]:
+def _of_attention(
+    config: ModelConfig, share: LayerShard, layer: LayerWeights, kv_heads: int | None
+) -> Iterator[ModulesOfMatrix]:
     dim, every, names = config.head_dim, (0, config.hidden_size), tensor_names(config.architecture)
     inputs = (0, config.attention_inputs)
     if layer.gate is not None:
@@ -251,7 +283,7 @@ def _of_attention(config: ModelConfig, share: LayerShard, layer: LayerWeights) -
         rows: tuple[Rows, ...] = (own.queries, own.keys, own.values)
         yield ModulesOfMatrix(layer.gate, inputs, (ModuleRows(f"{names.attention}.q_proj", own.gates),))
     else:
-        rows = tuple(each.rows for each in head_rows(config, share))
+        rows = tuple(each.rows for each in head_rows(config, share, kv_heads))
     parts = (ModuleRows(f"{names.attention}.{name}", each) for name, each in zip(names.qkv, rows, strict=True))
     yield ModulesOfMatrix(layer.qkv, inputs, tuple(parts))
     output = ModuleRows(f"{names.attention}.{names.attention_output}", every)

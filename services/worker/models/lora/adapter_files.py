@@ -20,7 +20,7 @@ from torch import Tensor
 
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.hf_layers.tensor_names import tensor_names
-from services.worker.models.lora.adapted_modules import module_sizes
+from services.worker.models.lora.adapted_modules import module_sizes, named_in
 from services.worker.models.weights import NamedModules
 from shared.ids import LoraId, ModelName
 
@@ -228,6 +228,7 @@ def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
             numbers = config.layers_of_block(int(layer or 0))
             if not numbers:
                 raise ModelError(f"{path}: layer {layer} of {projection}; the model has {config.num_blocks} layers")
+            projection = _module_of(config, numbers, int(layer or 0), projection)
             number = next((each for each in numbers if projection in module_sizes(config, each)), numbers[0])
             key = (number, projection or (HEAD if head else EMBEDDING))
             found.setdefault(key, {})[half or head_half or embedding_half] = name
@@ -237,6 +238,16 @@ def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
             table = [config.vocab_size, config.hidden_size]
             raise ModelError(f"{path}: tensor {name} has shape {shape}, the model's is {table}: words were added")
     return found
+
+
+def _module_of(config: ModelConfig, layers: tuple[int, ...], block: int, module: str | None) -> str | None:
+    """What the module of the checkpoint's layer `block`, which `layers` are, is called in them."""
+    follows = module is not None and any(config.layers[each].following for each in layers)
+    if module is None or not follows:
+        return module
+    first = config.layers[layers[0]].blocks
+    own = first is not None and block == first[0] and module in module_sizes(config, layers[0])
+    return module if own else named_in(block, module)
 
 
 def _sizes(path: Path, config: ModelConfig, layer: int, module: str) -> tuple[int, int]:

@@ -9,27 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from services.worker.models.config import ModelError
+from services.worker.models.published.layout import Published
+from services.worker.models.published.nas import NEMOTRON_NAS, nemotron_nas
 
 BASE = "LlamaForCausalLM"
 
 _Keys = Mapping[str, Any]
-
-
-class Published(NamedTuple):
-    """What a `config.json` says."""
-
-    base: dict[str, Any]
-    """As that of a `BASE` would say it."""
-    changes: dict[str, Any]
-    """Fields of its `ModelConfig` that are others."""
-    longest: int | None = None
-    """Tokens of the longest sequence that is computed so; None: as many as `base` says."""
 
 
 def published_config(raw: dict[str, Any], architecture: str) -> Published:
@@ -308,5 +299,6 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     "QWenLMHeadModel": _qwen,
     **dict.fromkeys(("TeleChat2ForCausalLM", "TelechatForCausalLM"), _telechat),
     "ExaoneForCausalLM": _exaone,
+    NEMOTRON_NAS: nemotron_nas,
 }
 """Who reads the configuration of which architecture."""

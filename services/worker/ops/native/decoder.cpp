@@ -7,7 +7,9 @@
 #include <utility>
 
 Decoder::Decoder(Pool& pool, const DecoderConfig& config, const DecoderLayer* layers)
-    : pool_(pool), config_(config), layers_(layers, layers + config.layers), size_(config.number == Number::kHalf ? 2 : 4) {}
+    : pool_(pool), config_(config), layers_(layers, layers + config.layers), size_(config.number == Number::kHalf ? 2 : 4), end_(config.layers - 1) {
+    while (end_ > 0 && !layers_[size_t(end_)].qkv.groups) --end_;
+}
 
 void* Decoder::Buffer::fit(int rows, int items, int size) {
     stride = (items + kLanes - 1) / kLanes * kLanes;
@@ -44,15 +46,17 @@ bool Decoder::run(const Forward& forward) {
         Rows x = config_.given_norm ? rows_of(pairs_, rows) : layer.input_norm ? rows_of(normed_, rows) : residual(rows);
         if (layer.states) mix_states(layer, forward, i, x);
         else if (layer.latent) attend_latents(layer, forward, i, x);
-        else attention(layer, forward, i, x);
+        else if (layer.qkv.groups) attention(layer, forward, i, x);
+        else if (layer.output.groups) keep_rows(x);
         if (!last && layers_[i + 1].beside) {
             keep_output(layer, i, rows);
             continue;
         }
-        bool every = !last || forward.ends_every_row(config_.layers);
+        bool every = i < end_ || forward.ends_every_row(config_.layers);
         if (!every && forward.logits == 0) return true;
         if (!every && forward.logits < rows) pick(forward), rows = forward.logits;
-        add_output(mixed(rows), layer.output, layer.attention_post_norm, kAdaptedOfLayer * i + kOutput, layer.output_scale, layer.beside);
+        if (layer.output.groups)
+            add_output(mixed(rows), layer.output, layer.attention_post_norm, kAdaptedOfLayer * i + kOutput, layer.output_scale, layer.beside);
         mlp(layer, i, rows, forward.inputs);
         last ? norm_residual(config_.final_norm, rows) : norm_residual(layers_[i + 1].input_norm, rows, layers_[i + 1].output_kept);
     }
@@ -130,13 +134,21 @@ void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int i
                    {qkv, qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
                     queries_.data(), queries_.stride},
                    forward.of_layer(index), cache);
-    if (index + 1 == config_.layers && forward.logits == 0 && !forward.ends_every_row(config_.layers)) return;
+    if (index == end_ && forward.logits == 0 && !forward.ends_every_row(config_.layers)) return;
     mixed_.fit(rows, width, size_), mixed_number_ = config_.number;
     attend(pool_,
            {queries_.data(), queries_.stride, config_.heads, config_.attention_scale, layer.window, config_.attention_softcap,
             mixed_.data(), mixed_.stride, layer.sinks, layer.slopes},
            forward.of_layer(index), cache, plan(forward.batch, layer.window));
     if (layer.gate.groups) gate_mixed(layer, index, x, width);
+}
+
+// Where a matrix is in the place of attention.
+void Decoder::keep_rows(const Rows& x) {
+    mixed_.fit(x.count, config_.hidden, size_), mixed_number_ = config_.number;
+    each_row(pool_, x.count, [&](int row) {
+        memcpy((char*)mixed_.data() + row * mixed_.stride * size_, (const char*)x.data + row * x.stride * size_, size_t(config_.hidden) * size_);
+    });
 }
 
 // How much is taken of the mixed values, in the weights' type, by a product of the rows that they were made of.
@@ -323,7 +335,7 @@ void Decoder::pick(const Forward& forward) {
     };
     copy(mixed_, queries_, mixed_number_ == Number::kHalf ? 2 : 4);
     copy(residual_, output_, 4);
-    if (layers_.back().beside) copy(beside_, output_, 4);
+    if (layers_[size_t(end_)].beside) copy(beside_, output_, 4);
     if (adapted_) slots_ = forward.adapters->logits_slots;
 }
 

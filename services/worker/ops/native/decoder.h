@@ -78,7 +78,9 @@ struct DecoderLayer {
     const float* mlp_norm;  // null where there is no MLP
     const float* mlp_post_norm;
     const float* cos_sin;
-    Linear qkv;  // of a mixer with states all that it is given, but for its `steps`
+    // Of a mixer with states all that it is given, but for its `steps`; `groups` is null where nothing attends: normed rows are what
+    // `output` is multiplied with, or, where that is null, too, there is an MLP alone.
+    Linear qkv;
     Linear gate;  // the sigmoid of its product is how much is taken of what attention, or a normed mixer, gives; `groups` is
                   // null: all of it
     Linear output;
@@ -263,6 +265,7 @@ class Decoder {
     void attend_latents(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
     void make_latents(const DecoderLayer& layer, const Rows& x);
     void multiply_heads(const Linear* linears, int rows, const float* from, int from_width, float* to, int64_t to_stride, int to_width);
+    void keep_rows(const Rows& x);
     void mix_states(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
     void select_states(const DecoderLayer& layer, const Forward& forward, int index, const float* projected);
     void norm_mixed(const DecoderLayer& layer, int rows);
@@ -298,6 +301,7 @@ class Decoder {
     DecoderConfig config_;
     std::vector<DecoderLayer> layers_;
     int size_;  // bytes of an item
+    int end_;   // the last layer that has a cache: behind it, only rows whose logits are wanted are computed
     Buffer pairs_, residual_, normed_, qkv_, queries_, gates_, mixed_, gate_up_, gated_, output_, shared_, beside_, selected_, made_;
     Number mixed_number_ = Number::kSingle;  // of what `mixed_` holds: floats behind a mixer with states
     std::vector<float> router_logits_, chances_, shared_gates_;

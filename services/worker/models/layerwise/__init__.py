@@ -1,0 +1,1 @@
+"""A decoder whose layers are followed one by one while it computes."""
