@@ -30,6 +30,8 @@ class Architecture(NamedTuple):
     """Of `tests.support.models.tiny_models` where it is native, else of `library_models`."""
 
 
+NAS = "nemotron-nas"
+"""The checkpoint that has a module of its own."""
 ARCHITECTURES = (
     Architecture("Llama", True, "llama"),
     Architecture("Mistral", True, "mistral"),
@@ -37,6 +39,7 @@ ARCHITECTURES = (
     Architecture("Qwen3", True, "qwen3"),
     Architecture("Gemma 2", True, "gemma2"),
     Architecture("Gemma 3", True, "gemma3"),
+    Architecture("Nemotron-NAS", True, NAS),
     Architecture("Mixtral", True, "mixtral"),
     Architecture("Qwen2-MoE", True, "qwen2-moe"),
     Architecture("Qwen3-MoE", True, "qwen3-moe"),

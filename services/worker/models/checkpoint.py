@@ -313,7 +313,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
 
 
 _BESIDE = re.compile(
-    r"(?:^|\.)(?:visual\w*|vision_\w+|audio_tower|multi_modal_projector|mm_projector|aligner|mtp|talker|token2wav)\."
+    r"(?:^|\.)(?:visual\w*|vision_\w+|audio_tower|multi_modal_projector|mm_projector|aligner|mtp\w*|talker|token2wav)\."
 )
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

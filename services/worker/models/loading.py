@@ -273,8 +273,8 @@ class _Loader:
             else read_heads(
                 *(self._matrices, self._checkpoint, config, self._share, name), self.attention_inputs, layer.kv_heads
             ),
-            q_norm=self._norm(f"{name}.{names.query_norm}.weight", dim) if config.qk_norm else None,
-            k_norm=self._norm(f"{name}.{names.key_norm}.weight", dim) if config.qk_norm else None,
+            q_norm=self._head_norm(f"{name}.{names.query_norm}.weight") if config.qk_norm else None,
+            k_norm=self._head_norm(f"{name}.{names.key_norm}.weight") if config.qk_norm else None,
             output=self._row_parallel(
                 f"{name}.{names.attention_output}",
                 config.num_heads * value_dim,
@@ -287,6 +287,13 @@ class _Loader:
             slopes=alibi_slopes(config.num_heads)[slice(*self._share.heads)].to(self._device) if config.alibi else None,
             row_norms=self._row_norms(name) if config.norms_all_heads else None,
         )
+
+    def _head_norm(self, name: str) -> Tensor:
+        """Of elements of heads, in the order that these are in."""
+        config, weight = self._config, self._norm(name, self._config.head_dim)
+        if not config.reorders_heads:
+            return weight
+        return weight[partly_rotated(config.head_dim, config.rotated_dim, pairs=config.rotary_pairs).to(self._device)]
 
     def _row_norms(self, name: str) -> tuple[Tensor, Tensor]:
         """Of this rank's heads' queries and keys."""
@@ -309,14 +316,11 @@ class _Loader:
 
     def _gated_attention(self, name: str, layer: LayerConfig) -> LayerMixer:
         config, inner = self._config, self._config.num_heads * self._config.head_dim
-        inputs, order = (
-            read_gated_inputs(self._matrices, config, self._share, name),
-            partly_rotated(config.head_dim, config.rotated_dim).to(self._device),
-        )
+        inputs = read_gated_inputs(self._matrices, config, self._share, name)
         return LayerMixer(
             inputs=inputs.qkv,
-            q_norm=self._norm(f"{name}.q_norm.weight", config.head_dim)[order],
-            k_norm=self._norm(f"{name}.k_norm.weight", config.head_dim)[order],
+            q_norm=self._head_norm(f"{name}.q_norm.weight"),
+            k_norm=self._head_norm(f"{name}.k_norm.weight"),
             output=self._row_parallel(
                 f"{name}.o_proj", inner, _columns_of_heads(self._share.heads, config.head_dim), config.output_bias
             ),

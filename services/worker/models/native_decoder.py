@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -141,8 +141,7 @@ class NativeDecoder:
 
     def use_taps(self, layers: tuple[int, ...]) -> None:
         """See `Decoder.use_taps`."""
-        places = [0, *accumulate(self._parts)]
-        self._taps = (ctypes.c_int * len(layers))(*(places[layer] for layer in layers))
+        self._taps = (ctypes.c_int * len(layers))(*layers)
 
     def use_groups(self, group_of: tuple[int, ...]) -> None:
         """See `CausalLm.use_groups`; `group_of`: each layer's group."""

@@ -21,13 +21,14 @@ from services.worker.models.config import ModelError
 from services.worker.models.lora.slots import LoraSettings
 from shared.ids import EngineId, ModelName
 from shared.messages.generation import Grammar
-from tests.architecture.model_matrix import CELLS, REFUSED, Architecture, Cell, ModelFeature
+from tests.architecture.model_matrix import CELLS, NAS, REFUSED, Architecture, Cell, ModelFeature
 from tests.support.engines.real_engine import RealEngine, asked, right
 from tests.support.kv.arenas import Clock, new_directory, remove, store_in
 from tests.support.models.library_models import library_model
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_adapters import linear_layers, peft_adapter, write_adapter
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
+from tests.support.models.tiny_nas import make_nas
 from tests.support.models.tiny_tokenizers import letters
 from tests.support.worker.compiled_grammars import grammar_library
 from tests.support.worker.guided_engine import GuidedEngine
@@ -75,13 +76,18 @@ class Bench:
 
 
 def make_row(architecture: Architecture, folder: Path) -> TinyModel:
+    if architecture.checkpoint == NAS:
+        return with_letters(make_nas(folder))
     make = make_model if architecture.native else library_model
     # Two ranks share the heads of delta nets' keys in whole groups.
     even = (
         {"linear_num_key_heads": 2} if architecture.checkpoint.startswith(("qwen3-next", "qwen3.5", "olmo-h")) else {}
     )
-    model = make(architecture.checkpoint, folder, **even)
-    letters(VOCABULARY).save(str(folder / "tokenizer.json"))
+    return with_letters(make(architecture.checkpoint, folder, **even))
+
+
+def with_letters(model: TinyModel) -> TinyModel:
+    letters(VOCABULARY).save(str(model.path / "tokenizer.json"))
     return model
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelError
+from services.worker.models.decoder import Decoder
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.lora.slots import LoraSettings
 from shared.ids import ModelName
@@ -40,7 +41,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @pytest.mark.parametrize("ops", ["native", "torch"])
 def test_logits_are_those_of_the_library(ops: str, model: NasModel, recorded: list[Tensor]) -> None:
     backend = tiny_backend(model.path, ops=ops)
-    assert (backend.rank.decoder.native is not None) == (ops == "native")
+    decoder = backend.rank.decoder
+    assert isinstance(decoder, Decoder)
+    assert (decoder.native is not None) == (ops == "native")
     assert_logits_agree(backend, model, prompt(70), OUTPUT, recorded, budget=32)
 
 
@@ -94,6 +97,12 @@ def test_an_adapter_of_a_block_without_attention_is_refused(model: NasModel, tmp
     settings = LoraSettings(((ModelName("a"), tmp_path / "adapter"),), 1, 8)
     with pytest.raises(ModelError, match=r"1\.self_attn\.q_proj of layer 0 is no module"):
         tiny_backend(model.path, ops="native", loras=settings)
+
+
+def test_heads_that_count_blocks_are_refused(model: NasModel) -> None:
+    """EAGLE-3's."""
+    with pytest.raises(ModelError, match="layers of this model are several blocks each"):
+        tiny_backend(model.path, ops="native").rank.decoder.use_taps((1, 2))
 
 
 def test_a_model_of_one_list_of_heads(tmp_path: Path) -> None:

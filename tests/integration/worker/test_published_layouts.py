@@ -24,13 +24,8 @@ from services.worker.models.lora.slots import LoraSettings
 from services.worker.models.sharding import LayerShard, shard_of
 from services.worker.ops.torch_ops import PlainLinear, TorchOps
 from shared.ids import ModelName
-from tests.support.models.published_layouts import (
-    HEADS,
-    LAYOUTS,
-    PublishedModel,
-    make_published,
-    write_published_adapter,
-)
+from tests.support.models.published_layouts import LAYOUTS, PublishedModel, make_published, write_published_adapter
+from tests.support.models.published_shapes import HEADS
 from tests.support.models.quantised_files import awq, gptq
 from tests.support.models.tiny_models import POSITIONS
 from tests.support.worker.library_situations import check_mixed_batch, check_resumed_sequences, prompt
@@ -62,7 +57,9 @@ def test_logits_are_those_of_the_library(name: str, made: Made, recorded: list[T
     assert_logits_agree(backend, model, prompt(70), OUTPUT, recorded, budget=32)
 
 
-@pytest.mark.parametrize("name", ["InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)"])
+@pytest.mark.parametrize(
+    "name", ["InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)", "BailingMoeV2ForCausalLM"]
+)
 def test_batches_and_shared_prefixes(name: str, made: Made) -> None:
     model = made(name)
     backend = tiny_backend(model.path, ops="native")
@@ -80,6 +77,7 @@ def test_batches_and_shared_prefixes(name: str, made: Made) -> None:
         ("TeleChat2ForCausalLM", ("query", "key_value", "down_proj")),
         ("BaiChuanForCausalLM", ("W_pack",)),
         ("QWenLMHeadModel", ("c_attn", "c_proj", "w1", "w2")),
+        ("BailingMoeV2ForCausalLM", ("query_key_value", "dense")),
     ],
 )
 def test_adapters_have_the_published_names(
@@ -185,6 +183,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             "rope_type longrope: original_max_position_embeddings None is no number above 1",
         ),
         ("MiniCPMForCausalLM", {"sparse_config": {"dense_len": -1}}, "sparse_config: dense_len -1 is not supported"),
+        ("BailingMoeForCausalLM", {"norm_head": True}, r"Invalid enum value True - at `\$.norm_head`"),
+        ("BailingMoeForCausalLM", {"use_bias": True}, "use_bias true is not supported"),
+        ("BailingMoeForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
+        ("BailingMoeV2ForCausalLM", {"n_group": 3}, "n_group 3: 8 experts are no groups of two or more"),
+        ("BailingMoeV2ForCausalLM", {"topk_group": 5}, "topk_group 5: there are 4 groups"),
+        ("BailingMoeV2ForCausalLM", {"topk_group": 1}, "num_experts_per_tok 3: topk_group 1 has not so many"),
+        ("BailingMoeV2ForCausalLM", {"score_function": "softmax"}, "Invalid enum value 'softmax'"),
+        ("BailingMoeV2ForCausalLM", {"partial_rotary_factor": 2.0}, "partial_rotary_factor 2.0: 32 of 16 elements"),
+        ("DeepseekForCausalLM", {"moe_layer_freq": 2}, r"Invalid enum value 2 - at `\$.moe_layer_freq`"),
+        ("MiMoForCausalLM", {"use_sliding_window": True}, "use_sliding_window true is not supported"),
         ("InternLM2ForCausalLM", {"rope_scaling": {"type": "su"}}, "rope_type 'su' is not supported"),
     ],
 )
@@ -234,7 +242,11 @@ def described(folder: Path, name: str, **keys: Any) -> ModelConfig:
 
 @pytest.mark.extras
 @pytest.mark.parametrize(
-    "name", ["InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)", "OrionForCausalLM"]
+    "name",
+    [
+        *("InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)", "OrionForCausalLM"),
+        *("BailingMoeV2ForCausalLM", "BailingMoeForCausalLM", "DeepseekForCausalLM"),
+    ],
 )
 def test_two_ranks_and_two_stages_write_the_same(name: str, made: Made, two_ranks: RankProcesses) -> None:
     model = made(name)

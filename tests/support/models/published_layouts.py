@@ -8,68 +8,34 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel
-
-HIDDEN, COLUMNS, LAYERS, HEADS, GROUPS, DIM = 64, 128, 3, 4, 2, 16
-
-_SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": COLUMNS,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": GROUPS,
-    "head_dim": DIM,
-    "max_position_embeddings": POSITIONS,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
-_ALL_HEADS = {"num_key_value_heads": HEADS}
-_KEYS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"),
+from tests.support.models.published_mixtures import MIXTURES
+from tests.support.models.published_shapes import (
+    ALL_HEADS,
+    COLUMNS,
+    DIM,
+    GROUPS,
+    HEADS,
+    HIDDEN,
+    KEYS,
+    LAYERS,
+    QKV,
+    SHAPE,
+    Layout,
+    plain,
 )
-"""Those of `_SHAPE` that an old Llama's config has."""
-
-
-class Layout(NamedTuple):
-    """How a model is published, and what computes the same."""
-
-    config: dict[str, Any]
-    """The published `config.json`, but for what is alike in all."""
-    names: tuple[tuple[str, str], ...] = ()
-    """Parts of the library's names of tensors, and the published ones."""
-    fused: Mapping[str, tuple[tuple[str, ...], int]] = MappingProxyType({})
-    """By the published module of a layer, the library's that it is made of, and of how many groups."""
-    reference: str = "LlamaConfig"
-    shape: Mapping[str, Any] = MappingProxyType({})
-    """Of the library's config, where that is another than `_SHAPE`."""
-    adapt: Callable[[Any], None] | None = None
-    """Changes the library's model."""
-    alibi: bool = False
-    dropped: tuple[str, ...] = ()
-    """Ends of the names of tensors that are zeros, and that no published checkpoint has."""
-
-
-def _plain(**more: Any) -> dict[str, Any]:
-    return {key: _SHAPE[key] for key in _KEYS} | {"hidden_act": "silu", "rope_theta": 10_000.0} | more
-
+from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel
 
 _INTERNLM2_NAMES = (
     ("model.embed_tokens", "model.tok_embeddings"),
@@ -124,7 +90,6 @@ _EXAONE_NAMES = (
     ("mlp.up_proj", "mlp.c_fc_1"),
     ("mlp.down_proj", "mlp.c_proj"),
 )
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def _norm_head(model: Any) -> None:
@@ -135,8 +100,8 @@ def _without_rotation(model: Any) -> None:
     model.model.rotary_emb.inv_freq.zero_()
 
 
-_BAICHUAN = {key: _SHAPE[key] for key in _KEYS if key not in ("num_key_value_heads", "max_position_embeddings")}
-_W_PACK = {"self_attn.W_pack": (_QKV, 1)}
+_BAICHUAN = {key: SHAPE[key] for key in KEYS if key not in ("num_key_value_heads", "max_position_embeddings")}
+_W_PACK = {"self_attn.W_pack": (QKV, 1)}
 _DYNAMIC = {"type": "dynamic", "factor": 2.0}
 _SCALE_EMB, _SCALE_DEPTH, _BASE_DIM = 12, 1.4, 16
 _LONG: dict[str, Any] = {
@@ -150,22 +115,22 @@ _BASE_TOKENS, _THETA = 64, 10_000.0 * 7 ** (DIM / (DIM - 2))
 
 LAYOUTS: dict[str, Layout] = {
     "InternLM2ForCausalLM": Layout(
-        _plain(bias=False, rope_scaling=_DYNAMIC),
+        plain(bias=False, rope_scaling=_DYNAMIC),
         _INTERNLM2_NAMES,
-        {"attention.wqkv": (_QKV, GROUPS)},
+        {"attention.wqkv": (QKV, GROUPS)},
     ),
     "InternLMForCausalLM": Layout(
-        _plain(bias=True, rotary={"base": 10_000, "type": "dynamic"}), shape={"attention_bias": True}
+        plain(bias=True, rotary={"base": 10_000, "type": "dynamic"}), shape={"attention_bias": True}
     ),
     "InternLM3ForCausalLM": Layout(
-        _plain(qkv_bias=True, bias=True, head_dim=DIM, rope_scaling=_DYNAMIC),
+        plain(qkv_bias=True, bias=True, head_dim=DIM, rope_scaling=_DYNAMIC),
         shape={"attention_bias": True, "mlp_bias": True},
     ),
-    "BaiChuanForCausalLM": Layout({**_BAICHUAN, "max_position_embeddings": POSITIONS}, fused=_W_PACK, shape=_ALL_HEADS),
+    "BaiChuanForCausalLM": Layout({**_BAICHUAN, "max_position_embeddings": POSITIONS}, fused=_W_PACK, shape=ALL_HEADS),
     "BaichuanForCausalLM": Layout(
         {**_BAICHUAN, "max_position_embeddings": POSITIONS, "model_max_length": POSITIONS, "z_loss_weight": 0},
         fused=_W_PACK,
-        shape=_ALL_HEADS,
+        shape=ALL_HEADS,
         adapt=_norm_head,
     ),
     "BaichuanForCausalLM (13B)": Layout(
@@ -177,7 +142,7 @@ LAYOUTS: dict[str, Layout] = {
         alibi=True,
     ),
     "MiniCPMForCausalLM": Layout(
-        _plain(scale_emb=_SCALE_EMB, scale_depth=_SCALE_DEPTH, dim_model_base=_BASE_DIM),
+        plain(scale_emb=_SCALE_EMB, scale_depth=_SCALE_DEPTH, dim_model_base=_BASE_DIM),
         reference="GraniteConfig",
         shape={
             "embedding_multiplier": float(_SCALE_EMB),
@@ -188,7 +153,7 @@ LAYOUTS: dict[str, Layout] = {
         },
     ),
     "MiniCPMForCausalLM (4)": Layout(
-        _plain(scale_emb=1, scale_depth=2.0, dim_model_base=64, rope_scaling=_LONG, sparse_config=None)
+        plain(scale_emb=1, scale_depth=2.0, dim_model_base=64, rope_scaling=_LONG, sparse_config=None)
         | {"max_position_embeddings": 2 * POSITIONS},
         reference="GraniteConfig",
         shape={
@@ -201,7 +166,7 @@ LAYOUTS: dict[str, Layout] = {
         },
     ),
     "OrionForCausalLM": Layout(
-        _plain(),
+        plain(),
         reference="StableLmConfig",
         shape={"layer_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "use_qkv_bias": False},
     ),
@@ -225,7 +190,7 @@ LAYOUTS: dict[str, Layout] = {
             "quantization_bit": 0,
         },
         _CHATGLM_NAMES,
-        {"self_attention.query_key_value": (_QKV, 1)},
+        {"self_attention.query_key_value": (QKV, 1)},
         reference="GlmConfig",
         shape={
             "attention_bias": True,
@@ -250,9 +215,9 @@ LAYOUTS: dict[str, Layout] = {
             "use_logn_attn": True,
         },
         _QWEN_NAMES,
-        {"attn.c_attn": (_QKV, 1)},
+        {"attn.c_attn": (QKV, 1)},
         reference="Qwen2Config",
-        shape=_ALL_HEADS,
+        shape=ALL_HEADS,
     ),
     "TeleChat2ForCausalLM": Layout(
         {
@@ -267,7 +232,7 @@ LAYOUTS: dict[str, Layout] = {
             "training_seqlen": POSITIONS,
         },
         _TELECHAT_NAMES,
-        {"self_attention.key_value": (_QKV[1:], GROUPS)},
+        {"self_attention.key_value": (QKV[1:], GROUPS)},
         shape={"attention_bias": True, "mlp_bias": True, "rope_theta": _THETA},
         dropped=("q_proj.bias", "k_proj.bias", "v_proj.bias", "gate_proj.bias", "up_proj.bias"),
     ),
@@ -287,9 +252,11 @@ LAYOUTS: dict[str, Layout] = {
         },
         _EXAONE_NAMES,
     ),
-    "XverseForCausalLM": Layout(_plain()),
-    "AquilaForCausalLM": Layout(_plain()),
-    "YiForCausalLM": Layout(_plain(), (("input_layernorm", "ln1"), ("post_attention_layernorm", "ln2"))),
+    **MIXTURES,
+    "MiMoForCausalLM": Layout(plain(num_nextn_predict_layers=1, attention_bias=True), reference="Qwen2Config"),
+    "XverseForCausalLM": Layout(plain()),
+    "AquilaForCausalLM": Layout(plain()),
+    "YiForCausalLM": Layout(plain(), (("input_layernorm", "ln1"), ("post_attention_layernorm", "ln2"))),
 }
 
 
@@ -317,9 +284,12 @@ def make_published(name: str, folder: Path, write: Written | None = None, **conf
     torch.manual_seed(sum(map(ord, name)))
     kind = getattr(transformers, layout.reference)
     model = transformers.AutoModelForCausalLM.from_config(
-        kind(**{**_SHAPE, **layout.shape}), attn_implementation="eager"
+        kind(**{**SHAPE, **layout.shape}), attn_implementation="eager"
     ).eval()
     with torch.no_grad():
+        for each, buffer in model.named_buffers():
+            if each.endswith("e_score_correction_bias"):
+                buffer.add_(torch.rand_like(buffer) * 0.2)
         for each, weight in model.named_parameters():
             if each.endswith(layout.dropped):
                 weight.zero_()
@@ -353,10 +323,25 @@ def published_tensors(layout: Layout, model: Any) -> dict[str, Tensor]:
             of = [left.pop(name.replace(parts[0], part)) for part in parts]
             by_group = [each.view(groups, -1, *each.shape[1:]) for each in of]
             found[name.replace(parts[0], module)] = torch.cat(by_group, dim=1).flatten(0, 1)
-    found |= left
+    found |= _experts_apart(left)
     for old, new in layout.names:
         found = {name.replace(old, new): tensor for name, tensor in found.items()}
     return {name: tensor.contiguous().clone() for name, tensor in found.items()}
+
+
+def _experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of each expert in place of those of all."""
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        block, _, kind = name.rpartition(".")
+        if not block.endswith("experts"):
+            found[name] = tensor
+            continue
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        for number, expert in enumerate(tensor):
+            for part, each in zip(parts, expert.chunk(len(parts)), strict=True):
+                found[f"{block}.{number}.{part}.weight"] = each
+    return found
 
 
 def reference_of(layout: Layout, model: Any, published: dict[str, Tensor]) -> Any:

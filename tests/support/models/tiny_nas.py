@@ -1,5 +1,5 @@
-"""A tiny Nemotron-NAS checkpoint with a block of every kind, and what `transformers` makes of its numbers: a Llama whose
-blocks are changed as the published modeling code has them (`no_op`, `replace_with_linear`)."""
+"""A tiny Nemotron-NAS checkpoint with a block of every kind, and what `transformers` makes of its numbers: a Llama
+whose blocks are changed as the published modeling code has them (`no_op`, `replace_with_linear`)."""
 
 from __future__ import annotations
 

@@ -116,6 +116,18 @@ PUBLISHED_NAMES = {
         ups=("c_fc_0", "c_fc_1"),
         down="c_proj",
     ),
+    **dict.fromkeys(
+        ("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+        TensorNames(
+            embedding="model.word_embeddings",
+            attention="attention",
+            qkv=("query_key_value", "query_key_value", "query_key_value"),
+            attention_output="dense",
+            query_norm="query_layernorm",
+            key_norm="key_layernorm",
+            expert_correction="gate.expert_bias",
+        ),
+    ),
     "YiForCausalLM": TensorNames(input_norm="ln1", mlp_norm="ln2"),
 }
 """Of architectures whose code comes with their checkpoints; the others of these are called as Llama's."""

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from services.worker.models.config import ModelError
 from services.worker.models.published.layout import Published
+from services.worker.models.published.mixtures import bailing, bailing_2, deepseek
 from services.worker.models.published.nas import NEMOTRON_NAS, nemotron_nas
 
 BASE = "LlamaForCausalLM"
@@ -281,6 +282,14 @@ def _exaone(raw: _Keys) -> Published:
     return Published({**defaults, **{_EXAONE_KEYS.get(key, key): value for key, value in raw.items()}}, {})
 
 
+def _mimo(raw: _Keys) -> Published:
+    """A Qwen2; layers for multi-token prediction (`model.mtp_layers`) are not read."""
+    base = {key: value for key, value in raw.items() if key not in ("attention_bias", "mlp_bias")}
+    if raw.get("use_sliding_window"):
+        raise ModelError("use_sliding_window true is not supported")
+    return Published(base, {"qkv_bias": True})
+
+
 def _converted(raw: _Keys, kind: type[Any]) -> Any:
     """`raw` as a `kind`; keys that are `null` have their defaults. Raises msgspec.ValidationError."""
     return msgspec.convert({key: value for key, value in raw.items() if value is not None}, kind)
@@ -300,5 +309,9 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     **dict.fromkeys(("TeleChat2ForCausalLM", "TelechatForCausalLM"), _telechat),
     "ExaoneForCausalLM": _exaone,
     NEMOTRON_NAS: nemotron_nas,
+    "MiMoForCausalLM": _mimo,
+    "BailingMoeForCausalLM": bailing,
+    "BailingMoeV2ForCausalLM": bailing_2,
+    "DeepseekForCausalLM": deepseek,
 }
 """Who reads the configuration of which architecture."""

@@ -1,0 +1,149 @@
+"""Reads the `config.json` of mixtures of experts whose Python code comes with their checkpoints: Ling and Ring (Bailing
+MoE, 1 and 2), and the first DeepSeek-MoE (arXiv:2401.06066)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from services.worker.models.config import LayerConfig, Mixture, ModelError
+from services.worker.models.published.layout import Published
+
+_Keys = Mapping[str, Any]
+
+
+class _RawMixture(Struct, kw_only=True):
+    """What all of them say by the same names."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    first_k_dense_replace: int = 0
+    norm_topk_prob: bool = False
+
+
+class _RawDeepSeek(_RawMixture, kw_only=True):
+    n_routed_experts: int
+    n_shared_experts: int = 0
+    moe_layer_freq: Literal[1] = 1
+    scoring_func: Literal["softmax"] = "softmax"
+    attention_bias: bool = False
+
+
+def deepseek(raw: _Keys) -> Published:
+    """The first DeepSeek-MoE: a Llama but for its experts. Raises ModelError, and msgspec.ValidationError."""
+    own = _converted(raw, _RawDeepSeek)
+    mixture = Mixture(
+        experts=own.n_routed_experts,
+        chosen=own.num_experts_per_tok,
+        intermediate_size=own.moe_intermediate_size,
+        renormalised=own.norm_topk_prob,
+        shared_size=own.n_shared_experts * own.moe_intermediate_size or None,
+        shared_gated=False,
+    )
+    return _published(dict(raw), own, mixture, {})
+
+
+class _RawBailing(_RawMixture, kw_only=True):
+    num_experts: int
+    num_shared_experts: int = 0
+    head_dim: int | None = None
+    use_bias: bool = False
+    use_qkv_bias: bool = False
+    norm_head: Literal[False] = False
+    norm_softmax: Literal[False] = False
+    moe_shared_expert_intermediate_size: int | None = None
+    multi_gate: Literal[False] = False
+
+
+def bailing(raw: _Keys) -> Published:
+    """Ling-lite and Ling-plus. Raises ModelError, and msgspec.ValidationError."""
+    own = _converted(raw, _RawBailing)
+    return _bailing(raw, own, _mixture_of(own), {})
+
+
+class _RawBailing2(_RawBailing, kw_only=True):
+    use_qk_norm: bool = True
+    partial_rotary_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    score_function: Literal["sigmoid"] = "sigmoid"
+    moe_router_enable_expert_bias: Literal[True] = True
+
+
+def bailing_2(raw: _Keys) -> Published:
+    """Ling 2.0 and Ring 1T. Raises ModelError, and msgspec.ValidationError."""
+    own = _converted(raw, _RawBailing2)
+    dim = own.head_dim or own.hidden_size // max(own.num_attention_heads, 1)
+    rotated = int(dim * own.partial_rotary_factor)
+    if not 0 < rotated <= dim or rotated % 2:
+        raise ModelError(
+            f"partial_rotary_factor {own.partial_rotary_factor}: {rotated} of {dim} elements of a head would be rotated"
+        )
+    mixture = replace(
+        _mixture_of(own),
+        renormalised=True,  # whatever `norm_topk_prob` says
+        scoring="sigmoid",
+        groups=own.n_group,
+        chosen_groups=own.topk_group,
+        corrected=True,
+        scale=own.routed_scaling_factor,
+    )
+    if own.n_group < 1 or own.num_experts % own.n_group or own.num_experts // own.n_group < 2:
+        raise ModelError(f"n_group {own.n_group}: {own.num_experts} experts are no groups of two or more")
+    if not 1 <= own.topk_group <= own.n_group:
+        raise ModelError(f"topk_group {own.topk_group}: there are {own.n_group} groups")
+    if own.num_experts_per_tok > own.topk_group * (own.num_experts // own.n_group):
+        raise ModelError(
+            f"num_experts_per_tok {own.num_experts_per_tok}: topk_group {own.topk_group} has not so many experts"
+        )
+    rotation = {} if rotated == dim else {"rotary_dim": rotated}
+    return _bailing(raw, own, mixture, {"qk_norm": own.use_qk_norm, **rotation})
+
+
+def _mixture_of(own: _RawBailing) -> Mixture:
+    each = own.moe_shared_expert_intermediate_size or own.moe_intermediate_size
+    return Mixture(
+        experts=own.num_experts,
+        chosen=own.num_experts_per_tok,
+        intermediate_size=own.moe_intermediate_size,
+        renormalised=own.norm_topk_prob,
+        shared_size=each * own.num_shared_experts or None,
+        shared_gated=False,
+    )
+
+
+def _bailing(raw: _Keys, own: _RawBailing, mixture: Mixture, changes: dict[str, Any]) -> Published:
+    if own.use_bias:
+        raise ModelError("use_bias true is not supported: MLPs and experts have no biases here")
+    kept = {key: value for key, value in raw.items() if key not in ("qkv_bias", "attention_bias", "mlp_bias")}
+    return _published(kept, own, mixture, {"qkv_bias": own.use_qkv_bias, **changes})
+
+
+def _published(base: dict[str, Any], own: _RawMixture, mixture: Mixture, changes: dict[str, Any]) -> Published:
+    sizes = (mixture.experts, mixture.intermediate_size, mixture.shared_size or 1)
+    if min(sizes) < 1 or not 1 <= mixture.chosen <= mixture.experts:
+        raise ModelError(
+            f"num_experts_per_tok {mixture.chosen} of {mixture.experts} experts of {mixture.intermediate_size} columns "
+            f"beside shared ones of {mixture.shared_size}"
+        )
+    arranged = partial(_layers, count=own.num_hidden_layers, dense=own.first_k_dense_replace)
+    return Published(base, {"mixture": mixture, **changes}, arranged=arranged)
+
+
+def _layers(layer: LayerConfig, count: int, dense: int) -> tuple[LayerConfig, ...]:
+    """The first `dense` ones have an MLP."""
+    return tuple(replace(layer, mixes=number >= dense) for number in range(count))
+
+
+def _converted(raw: _Keys, kind: type[Any]) -> Any:
+    """`raw` as a `kind`; keys that are `null` have their defaults. Raises msgspec.ValidationError."""
+    return msgspec.convert({key: value for key, value in raw.items() if value is not None}, kind)
