@@ -97,6 +97,16 @@ class ResidualScales(Struct, frozen=True, omit_defaults=True):
     added: float = 1.0
 
 
+class SkipConnections(Struct, frozen=True, omit_defaults=True):
+    """What happens to the rows before a layer reads them (Solar Pro): they are kept in some places, and joined by what
+    was kept in others by layers before."""
+
+    kept: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+    weight: float = 0.0
+    """Of what was kept; the rows' own is 1 less that."""
+
+
 class FollowingBlock(Struct, frozen=True, omit_defaults=True):
     """An MLP, or a matrix in the place of one or of attention, which follows a layer's attention."""
 
@@ -145,6 +155,7 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """A token's experts are those that a table has for it, whatever its row is."""
     following: tuple[FollowingBlock, ...] = ()
     """What comes behind attention in the place of an MLP, in this order (Nemotron-NAS)."""
+    skips: SkipConnections | None = None
     kv_heads: int | None = None
     """Key/value heads of the checkpoint, where each is cached several times; None: as many as the model's."""
 

@@ -31,6 +31,7 @@ from services.worker.models.quantization.matrices import (
     joined,
     padded,
 )
+from services.worker.models.residual.skips import check_skips
 from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
 from services.worker.models.sharding import LayerShard, PipelineStage, columns_of, shard_of, stage_of
 from services.worker.models.shared_blocks.depths import DepthLoader, home_of
@@ -160,6 +161,7 @@ class _Loader:
         tied = self._config.tied_embeddings
         table = self._words(self._names.embedding) if stage.is_first or (stage.is_last and tied) else None
         head = self._head(table) if stage.is_last else None
+        check_skips(self._config.layers[stage.first_layer : stage.end_layer])
         numbers, compressed = range(stage.first_layer, stage.end_layer), self._config.compressed
         return DecoderWeights(
             embedding=self._embedding(table, head if tied else None) if stage.is_first and table is not None else None,
@@ -241,6 +243,7 @@ class _Loader:
             residual=layer.residual,
             compressed=mixer.compressed,
             streams=mixer.streams,
+            skips=layer.skips,
             following=tuple(map(self._following, layer.following)),
         )
 

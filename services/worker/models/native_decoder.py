@@ -298,7 +298,8 @@ def native_decoder(
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for a share of the experts,
     attention and mixers that the library does not know, sparse attention, drafters' layers with latent attention,
-    post norms among multipliers, layers that norm what they give alone, layer norms, and shared blocks.
+    post norms among multipliers, layers that norm what they give alone, layer norms, shared blocks, and rows that skip
+    layers.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps):
@@ -312,6 +313,8 @@ def native_decoder(
     if config.multipliers is not None and config.post_norms:
         return None
     if config.layer_norms or config.shared is not None or any(each.norms_outputs for each in config.layers):
+        return None
+    if any(layer.skips is not None for layer in weights.layers):
         return None
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
     if any(each.experts.local is not None for each in mixtures):

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, assert_never
 from torch import Tensor
 
 from services.worker.distributed.row_exchange import RoutedRows, RowExchange
-from services.worker.models.config import ResidualScales
+from services.worker.models.config import ResidualScales, SkipConnections
 from services.worker.models.expert_parallel.local_experts import RankExperts, count_picks
 from services.worker.ops.interface import (
     Activation,
@@ -288,6 +288,8 @@ class LayerWeights:
     compressed: CompressedWeights | None = None
     streams: tuple[StreamMixing, StreamMixing] | None = None
     """Hyper-connections: those around attention, and those around the MLP."""
+    skips: SkipConnections | None = None
+    """See `LayerConfig`."""
     following: tuple[FollowingWeights, ...] = ()
     """What comes behind attention, and the MLP if there is one."""
 

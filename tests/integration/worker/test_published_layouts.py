@@ -21,6 +21,7 @@ from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.loading import load_weights
 from services.worker.models.lora.slots import LoraSettings
+from services.worker.models.residual.skips import check_skips
 from services.worker.models.sharding import LayerShard, shard_of
 from services.worker.ops.torch_ops import PlainLinear, TorchOps
 from shared.ids import ModelName
@@ -58,7 +59,11 @@ def test_logits_are_those_of_the_library(name: str, made: Made, recorded: list[T
 
 
 @pytest.mark.parametrize(
-    "name", ["InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)", "BailingMoeV2ForCausalLM"]
+    "name",
+    [
+        *("InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)", "BailingMoeV2ForCausalLM"),
+        "SolarForCausalLM",
+    ],
 )
 def test_batches_and_shared_prefixes(name: str, made: Made) -> None:
     model = made(name)
@@ -192,6 +197,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         ("BailingMoeV2ForCausalLM", {"score_function": "softmax"}, "Invalid enum value 'softmax'"),
         ("BailingMoeV2ForCausalLM", {"partial_rotary_factor": 2.0}, "partial_rotary_factor 2.0: 32 of 16 elements"),
         ("DeepseekForCausalLM", {"moe_layer_freq": 2}, r"Invalid enum value 2 - at `\$.moe_layer_freq`"),
+        ("SolarForCausalLM", {"bskcn_3": [6]}, r"bskcn_3 \[6\]: there are 6 layers"),
+        ("SolarForCausalLM", {"sliding_window": 1}, "sliding_window 1 is not supported"),
         ("MiMoForCausalLM", {"use_sliding_window": True}, "use_sliding_window true is not supported"),
         ("InternLM2ForCausalLM", {"rope_scaling": {"type": "su"}}, "rope_type 'su' is not supported"),
     ],
@@ -211,8 +218,16 @@ def test_what_a_prompt_beyond_a_number_of_tokens_changes_is_served_up_to_it(tmp_
     assert positions("TeleChat2ForCausalLM", training_seqlen=100) == 100
     assert positions("MiniCPMForCausalLM", sparse_config={"dense_len": 77}) == 77
     assert positions("InternLM2ForCausalLM", max_position_embeddings=123) == 123
+    assert positions("SolarForCausalLM", sliding_window=50) == 50
     assert positions("MiniCPMForCausalLM (4)") == POSITIONS
     assert positions("MiniCPMForCausalLM", sparse_config={}, max_position_embeddings=32768) == 8192
+
+
+def test_a_stage_has_what_its_layers_join(tmp_path: Path) -> None:
+    config = described(tmp_path, "SolarForCausalLM")
+    check_skips(config.layers[3:])
+    with pytest.raises(ModelError, match=r"layer 0 of the stage joins rows .*\(bskcn_2\): choose another --pp"):
+        check_skips(config.layers[4:])
 
 
 def test_a_length_that_is_not_served_changes_no_rotation(tmp_path: Path) -> None:
@@ -245,7 +260,7 @@ def described(folder: Path, name: str, **keys: Any) -> ModelConfig:
     "name",
     [
         *("InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)", "OrionForCausalLM"),
-        *("BailingMoeV2ForCausalLM", "BailingMoeForCausalLM", "DeepseekForCausalLM"),
+        *("BailingMoeV2ForCausalLM", "BailingMoeForCausalLM", "DeepseekForCausalLM", "SolarForCausalLM"),
     ],
 )
 def test_two_ranks_and_two_stages_write_the_same(name: str, made: Made, two_ranks: RankProcesses) -> None:

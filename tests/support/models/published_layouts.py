@@ -96,6 +96,30 @@ def _norm_head(model: Any) -> None:
     model.lm_head.weight.data = nn.functional.normalize(model.lm_head.weight.data)
 
 
+SKIPS: dict[str, list[int]] = {"bskcn_1": [1, 3], "bskcn_2": [1, 3], "bskcn_3": [2, 5], "bskcn_4": [2, 4]}
+
+
+def _skipping(model: Any) -> None:
+    """As the published code has it, before each layer."""
+    kept: dict[int, Tensor] = {}
+
+    def before(number: int) -> Callable[..., Any]:
+        def hook(_layer: Any, given: tuple[Tensor, ...], named: dict[str, Any]) -> Any:
+            rows = given[0]
+            for place, key in enumerate(("bskcn_1", "bskcn_2")):
+                if number in SKIPS[key]:
+                    kept[place] = rows.clone()
+            for place, key in enumerate(("bskcn_3", "bskcn_4")):
+                if number in SKIPS[key]:
+                    rows = kept[place] * 0.8 + rows * (1 - 0.8)
+            return (rows, *given[1:]), named
+
+        return hook
+
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(before(number), with_kwargs=True)
+
+
 def _without_rotation(model: Any) -> None:
     model.model.rotary_emb.inv_freq.zero_()
 
@@ -254,6 +278,11 @@ LAYOUTS: dict[str, Layout] = {
     ),
     **MIXTURES,
     "MiMoForCausalLM": Layout(plain(num_nextn_predict_layers=1, attention_bias=True), reference="Qwen2Config"),
+    "SolarForCausalLM": Layout(
+        plain(**SKIPS, bskcn_tv=[0.9, 0.8], sliding_window=POSITIONS, num_hidden_layers=6),
+        shape={"num_hidden_layers": 6},
+        adapt=_skipping,
+    ),
     "XverseForCausalLM": Layout(plain()),
     "AquilaForCausalLM": Layout(plain()),
     "YiForCausalLM": Layout(plain(), (("input_layernorm", "ln1"), ("post_attention_layernorm", "ln2"))),

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import ModelError
+from services.worker.models.config import LayerConfig, ModelError, SkipConnections
 from services.worker.models.published.layout import Published
 from services.worker.models.published.mixtures import bailing, bailing_2, deepseek
 from services.worker.models.published.nas import NEMOTRON_NAS, nemotron_nas
@@ -282,6 +283,37 @@ def _exaone(raw: _Keys) -> Published:
     return Published({**defaults, **{_EXAONE_KEYS.get(key, key): value for key, value in raw.items()}}, {})
 
 
+class _RawSolar(Struct, kw_only=True):
+    num_hidden_layers: int
+    bskcn_1: list[int]
+    bskcn_2: list[int]
+    bskcn_3: list[int]
+    bskcn_4: list[int]
+    bskcn_tv: tuple[float, float]
+    sliding_window: int | None = 2047
+
+
+def _solar(raw: _Keys) -> Published:
+    """Solar Pro. Of the two weights of what is kept the second is that of inference. Implementations differ in whether
+    there is a window, so that prompts are served up to it."""
+    own = msgspec.convert(raw, _RawSolar)
+    for key in ("bskcn_1", "bskcn_2", "bskcn_3", "bskcn_4"):
+        if any(not 0 <= layer < own.num_hidden_layers for layer in getattr(own, key)):
+            raise ModelError(f"{key} {getattr(own, key)}: there are {own.num_hidden_layers} layers")
+    if own.sliding_window is not None and own.sliding_window < 2:
+        raise ModelError(f"sliding_window {own.sliding_window} is not supported; 2 and more are")
+    return Published(dict(raw), {}, own.sliding_window, partial(_skipping, own))
+
+
+def _skipping(own: _RawSolar, layer: LayerConfig) -> tuple[LayerConfig, ...]:
+    def skips(number: int) -> SkipConnections | None:
+        kept = tuple(place for place, layers in enumerate((own.bskcn_1, own.bskcn_2)) if number in layers)
+        joined = tuple(place for place, layers in enumerate((own.bskcn_3, own.bskcn_4)) if number in layers)
+        return SkipConnections(kept, joined, own.bskcn_tv[1]) if kept or joined else None
+
+    return tuple(msgspec.structs.replace(layer, skips=skips(number)) for number in range(own.num_hidden_layers))
+
+
 def _mimo(raw: _Keys) -> Published:
     """A Qwen2; layers for multi-token prediction (`model.mtp_layers`) are not read."""
     base = {key: value for key, value in raw.items() if key not in ("attention_bias", "mlp_bias")}
@@ -310,6 +342,7 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     "ExaoneForCausalLM": _exaone,
     NEMOTRON_NAS: nemotron_nas,
     "MiMoForCausalLM": _mimo,
+    "SolarForCausalLM": _solar,
     "BailingMoeForCausalLM": bailing,
     "BailingMoeV2ForCausalLM": bailing_2,
     "DeepseekForCausalLM": deepseek,

@@ -44,7 +44,7 @@ class _RawBlock(Struct, kw_only=True):
     ffn: dict[str, Any] = field(default_factory=dict)
 
 
-class _Raw(Struct, kw_only=True):
+class _RawNas(Struct, kw_only=True):
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -63,7 +63,7 @@ class _Block(NamedTuple):
 def nemotron_nas(raw: Mapping[str, Any]) -> Published:
     """With `block_configs`, or, as DeciLM-7B has it, `num_key_value_heads_per_layer`. Raises ModelError, and
     msgspec.ValidationError."""
-    own = msgspec.convert(raw, _Raw)
+    own = msgspec.convert(raw, _RawNas)
     if min(own.hidden_size, own.num_attention_heads, own.num_hidden_layers) < 1:
         raise ModelError("hidden_size, num_attention_heads and num_hidden_layers have to be positive")
     blocks = list(_blocks(own))
@@ -96,7 +96,7 @@ def _layers(layer: LayerConfig, blocks: list[_Block], kv_heads: int) -> tuple[La
     )
 
 
-def _blocks(own: _Raw) -> Iterator[_Block]:
+def _blocks(own: _RawNas) -> Iterator[_Block]:
     if own.block_configs is None:
         if own.num_key_value_heads_per_layer is None or own.intermediate_size is None:
             raise ModelError("block_configs, or num_key_value_heads_per_layer and intermediate_size, are missing")
@@ -123,7 +123,7 @@ def _part(raw: Mapping[str, Any], kind: type[Any], where: str) -> Any:
         raise ModelError(f"{where}: {error}") from None
 
 
-def _attending(own: _Raw, attention: Any, number: int) -> int:
+def _attending(own: _RawNas, attention: Any, number: int) -> int:
     if attention.num_key_value_heads is not None:
         return _kv_heads(own, number, attention.num_key_value_heads)
     group = attention.n_heads_in_group
@@ -135,13 +135,13 @@ def _attending(own: _Raw, attention: Any, number: int) -> int:
     return int(own.num_attention_heads // group)
 
 
-def _kv_heads(own: _Raw, number: int, heads: int) -> int:
+def _kv_heads(own: _RawNas, number: int, heads: int) -> int:
     if heads < 1 or own.num_attention_heads % heads:
         raise ModelError(f"block {number}: {own.num_attention_heads} heads are no multiple of {heads} KV heads")
     return heads
 
 
-def _columns(own: _Raw, ffn: Any, where: str) -> int:
+def _columns(own: _RawNas, ffn: Any, where: str) -> int:
     columns = ffn.intermediate_size
     if ffn.ffn_mult is not None:
         columns = -(-int(2 * ffn.ffn_mult * own.hidden_size / 3) // _ROUNDED_TO) * _ROUNDED_TO

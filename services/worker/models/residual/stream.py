@@ -11,13 +11,14 @@ from torch.nn.functional import layer_norm
 
 from services.worker.distributed.residual_rows import ResidualRows
 from services.worker.models.config import ModelConfig, ResidualScales
+from services.worker.models.residual.skips import KeptRows
 from services.worker.models.weights import LayerWeights
 from services.worker.ops.interface import Ops
 
 
 class ResidualStream:
     """How what a layer gives joins the rows, on one rank's operations. Where layers have shared blocks it keeps the
-    current step's embeddings, which these read; used by the thread that computes."""
+    current step's embeddings, which these read, and where rows skip layers these; used by the thread that computes."""
 
     def __init__(self, ops: Ops, config: ModelConfig) -> None:
         self._ops, self._eps, self._scale = ops, config.norm_eps, config.residual_scale
@@ -25,6 +26,7 @@ class ResidualStream:
         self._hidden, self._keeps = config.hidden_size, config.shared is not None
         self._streams = 1 if config.connections is None else config.connections.streams
         self._embedded: Tensor | None = None
+        self._kept = KeptRows()
 
     @property
     def width(self) -> int:
@@ -38,6 +40,8 @@ class ResidualStream:
             sent = rows.shape[1] == self.width
             self._embedded = rows[:, self._hidden :] if sent else rows.clone()
             rows = rows[:, : self._hidden].contiguous() if sent else rows
+        self._kept = KeptRows()
+        rows = self._kept.skipped(rows, layer.skips)
         x = self._read(rows, layer)
         return x, x if self._normed else rows
 
@@ -54,6 +58,9 @@ class ResidualStream:
             return self._read(residual + x, following), residual
         if following.depth is not None:
             residual = residual + x
+            return self._read(residual, following), residual
+        if following.skips is not None:
+            residual = self._kept.skipped(residual + x, following.skips)
             return self._read(residual, following), residual
         return self.joined(x, residual, following.input_norm)
 
