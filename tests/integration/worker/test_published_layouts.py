@@ -199,6 +199,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         ("DeepseekForCausalLM", {"moe_layer_freq": 2}, r"Invalid enum value 2 - at `\$.moe_layer_freq`"),
         ("SolarForCausalLM", {"bskcn_3": [6]}, r"bskcn_3 \[6\]: there are 6 layers"),
         ("SolarForCausalLM", {"sliding_window": 1}, "sliding_window 1 is not supported"),
+        ("XverseForCausalLM", {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported"),
         ("MiMoForCausalLM", {"use_sliding_window": True}, "use_sliding_window true is not supported"),
         ("InternLM2ForCausalLM", {"rope_scaling": {"type": "su"}}, "rope_type 'su' is not supported"),
     ],

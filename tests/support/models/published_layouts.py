@@ -285,6 +285,8 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "XverseForCausalLM": Layout(plain()),
     "AquilaForCausalLM": Layout(plain()),
+    "IQuestCoderForCausalLM": Layout(plain()),
+    "TeleChat3ForCausalLM": Layout(plain()),
     "YiForCausalLM": Layout(plain(), (("input_layernorm", "ln1"), ("post_attention_layernorm", "ln2"))),
 }
 

@@ -35,6 +35,8 @@ def published_config(raw: dict[str, Any], architecture: str) -> Published:
 
 
 def _llama(raw: _Keys) -> Published:
+    if raw.get("clip_qkv") is not None:
+        raise ModelError(f"clip_qkv {raw['clip_qkv']} is not supported; supported: null")
     return Published(dict(raw), {})
 
 
@@ -329,7 +331,11 @@ def _converted(raw: _Keys, kind: type[Any]) -> Any:
 
 PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     **dict.fromkeys(
-        ("AquilaModel", "AquilaForCausalLM", "LLaMAForCausalLM", "XverseForCausalLM", "YiForCausalLM"), _llama
+        (
+            *("AquilaModel", "AquilaForCausalLM", "LLaMAForCausalLM", "XverseForCausalLM", "YiForCausalLM"),
+            *("IQuestCoderForCausalLM", "TeleChat3ForCausalLM"),
+        ),
+        _llama,
     ),
     **dict.fromkeys(("InternLMForCausalLM", "InternLM2ForCausalLM"), _internlm),
     "InternLM3ForCausalLM": _internlm3,
