@@ -88,9 +88,7 @@ class Cell(NamedTuple):
 
 
 CELLS = tuple(Cell(*pair) for pair in product(ARCHITECTURES, MODEL_FEATURES))
-REFUSED: dict[tuple[str, ModelFeature], str] = {
-    ("DeepSeek-V4", "LoRA"): "lora: a model with compressed keys (DeepseekV4ForCausalLM) can have no adapters",
-}
+REFUSED: dict[tuple[str, ModelFeature], str] = {}
 """What the error says."""
 
 

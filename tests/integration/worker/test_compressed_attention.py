@@ -16,10 +16,13 @@ from torch import Tensor
 from services.scheduler.core.limits import EngineLimits
 from services.worker.models.compressed.names import library_name
 from services.worker.models.config import ModelError
-from services.worker.models.lora.slots import LoraSettings
+from services.worker.models.hf_config import read_model_config
+from services.worker.models.lora.adapter_files import read_adapter
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import Method, SpeculationSettings
+from shared.ids import ModelName
 from tests.support.models.quantised_files import blocks, fp8, mx
+from tests.support.models.tiny_adapters import write_adapter
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.worker.library_situations import prompt
 from tests.support.worker.plan_driver import Driver
@@ -225,14 +228,41 @@ def right(model: TinyModel, prompts: list[list[int]], said: list[list[int]]) -> 
     return [logits.argmax(-1).tolist() for logits in passes]
 
 
+PUBLISHED_MODULES = (
+    ("base_model.model.model.", "base_model.model."),
+    ("self_attn.q_a_proj", "attn.wq_a"),
+    ("self_attn.q_b_proj", "attn.wq_b"),
+    ("self_attn.kv_proj", "attn.wkv"),
+    ("self_attn.o_b_proj", "attn.wo_b"),
+    ("mlp.shared_experts.gate_proj", "ffn.shared_experts.w1"),
+)
+
+
+def test_adapters_may_have_the_published_names(model: TinyModel, tmp_path: Path) -> None:
+    """What they do is compared in `test_model_features.py`."""
+    config, modules = read_model_config(model.path), [library for library, _ in PUBLISHED_MODULES[1:]]
+    write_adapter(model, tmp_path, modules=modules)
+    by_library = read_adapter(ModelName("a"), tmp_path, config, 8)
+    assert len(by_library.layers) == len(modules) * config.num_layers
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    for pair in PUBLISHED_MODULES:
+        tensors = {name.replace(*pair): tensor for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    assert read_adapter(ModelName("a"), tmp_path, config, 8).id == by_library.id
+
+
+def test_what_makes_entries_has_no_adapters(model: TinyModel, tmp_path: Path) -> None:
+    write_adapter(model, tmp_path, modules=["compressor.kv_proj"])
+    with pytest.raises(ModelError, match=r"target_modules: self_attn\.compressor\.kv_proj of layer \d is no module"):
+        read_adapter(ModelName("a"), tmp_path, read_model_config(model.path), 8)
+
+
 @pytest.mark.refuses("compressed keys (DeepSeek-V4)", "--kv-cache-dtype fp8", "--model-impl transformers")
 def test_what_does_not_combine_is_refused_at_start(model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="kv_cache_dtype fp8: compressed keys are kept in the model's dtype"):
         tiny_backend(model.path, kv_cache_dtype="fp8")
     with pytest.raises(ModelError, match="layer_types 'compressed_sparse_attention' is not supported"):
         tiny_backend(model.path, model_impl="transformers")
-    with pytest.raises(ModelError, match="lora: a model with compressed keys"):
-        tiny_backend(model.path, loras=LoraSettings((("a", tmp_path),), 1, 8, False))
     with pytest.raises(ModelError, match="enable_prompt_embeds: experts are chosen by tokens"):
         tiny_backend(model.path, prompt_embeds=True)
     itself = SpeculationSettings(method="draft", num_speculative_tokens=2, model=str(model.path))

@@ -49,9 +49,13 @@ ADAPTED = {
     "Llama4Text": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "gpt-oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
     **dict.fromkeys(("deepseek-v3.2", "glm-5"), _OF_LATENTS),
+    "deepseek-v4": (
+        *("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_proj", "o_b_proj"),
+        *("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj"),
+    ),
 }
 """Modules of an adapter, by checkpoint, where they are not all linear layers: of a mixture that `transformers` computes
-the attention; of sparse attention no indexer's."""
+the attention; of sparse attention no indexer's, of compressed keys nothing of entries."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config import (
+    CompressedConfig,
     ConvolutionConfig,
     DeltaConfig,
     LayerConfig,
@@ -103,6 +104,8 @@ def named_in(block: int, module: str) -> str:
 def _attention_sizes(config: ModelConfig, kv_heads: int | None) -> dict[str, tuple[int, int]]:
     if config.latent is not None:
         return _latent_sizes(config, config.latent)
+    if config.compressed is not None:
+        return _compressed_sizes(config, config.compressed)
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     kv = (kv_heads or config.num_kv_heads) * config.head_dim
     inputs = config.attention_inputs
@@ -132,6 +135,17 @@ def _latent_sizes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[
         "self_attn.kv_a_proj_with_mqa": (hidden, latent.cached_dim),
         KEYS_AND_VALUES: (latent.kv_rank, heads * (latent.nope_dim + latent.value_dim)),
         "self_attn.o_proj": (heads * latent.value_dim, hidden),
+    }
+
+
+def _compressed_sizes(config: ModelConfig, compressed: CompressedConfig) -> dict[str, tuple[int, int]]:
+    """But for what makes and chooses entries, and what each group of heads is multiplied with."""
+    hidden, dim, rank = config.hidden_size, config.head_dim, compressed.q_rank
+    return {
+        "self_attn.q_a_proj": (hidden, rank),
+        "self_attn.kv_proj": (hidden, dim),
+        "self_attn.q_b_proj": (rank, config.num_heads * dim),
+        "self_attn.o_b_proj": (compressed.groups * compressed.output_rank, hidden),
     }
 
 
@@ -185,6 +199,8 @@ def _modules_within(
 ) -> Iterator[ModulesOfMatrix]:
     if layer.mixer is not None:
         yield from _of_mixer(config, share, layer)
+    elif config.compressed is not None:
+        yield from _of_compressed(config, config.compressed, share, layer)
     elif config.latent is not None:
         yield from _of_latent(config, config.latent, share, layer)
     else:
@@ -307,6 +323,19 @@ def _of_latent(
         yield ModulesOfMatrix(layer.latent.q_up, (0, latent.q_rank), (ModuleRows("self_attn.q_b_proj", own),))
     columns = (first * latent.value_dim, end * latent.value_dim)
     yield ModulesOfMatrix(layer.output, columns, (ModuleRows("self_attn.o_proj", every),))
+
+
+def _of_compressed(
+    config: ModelConfig, compressed: CompressedConfig, share: LayerShard, layer: LayerWeights
+) -> Iterator[ModulesOfMatrix]:
+    every, dim, rank = (0, config.hidden_size), config.head_dim, compressed.q_rank
+    assert layer.compressed is not None
+    made = (ModuleRows("self_attn.q_a_proj", (0, rank)), ModuleRows("self_attn.kv_proj", (0, dim)))
+    yield ModulesOfMatrix(layer.qkv, every, made)
+    own = ModuleRows("self_attn.q_b_proj", (share.heads[0] * dim, share.heads[1] * dim))
+    yield ModulesOfMatrix(layer.compressed.q_up, (0, rank), (own,))
+    columns = columns_of(config, share, compressed.groups * compressed.output_rank)
+    yield ModulesOfMatrix(layer.output, columns, (ModuleRows("self_attn.o_b_proj", every),))
 
 
 def _of_mlp(

@@ -18,6 +18,7 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from services.worker.models.compressed.names import library_name
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.hf_layers.tensor_names import tensor_names
 from services.worker.models.lora.adapted_modules import module_sizes, named_in
@@ -223,7 +224,8 @@ def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
     found: _Halves = {}
     names = _names(config.architecture)
     for name in file.keys():  # noqa: SIM118 - no mapping
-        if match := names.of_module.fullmatch(name):
+        known = name if config.compressed is None else _BASE + library_name(name.removeprefix(_BASE))
+        if match := names.of_module.fullmatch(known):
             layer, projection, half, head, head_half, _, embedding_half = match.groups()
             numbers = config.layers_of_block(int(layer or 0))
             if not numbers:

@@ -197,8 +197,6 @@ def open_loras(
     if isinstance(decoder, Decoder) and isinstance(config, ModelConfig):
         if config.plugin is not None:
             raise ModelError(f"lora: a model of {config.plugin} can have no adapters")
-        if config.compressed is not None:
-            raise ModelError(f"lora: a model with compressed keys ({config.architecture}) can have no adapters")
         return LoraSlots(AdaptedDecoder(decoder, config, *how), settings)
     if isinstance(decoder, NamedProducts):
         return LoraSlots(AdaptedLibraryModel(decoder, *how), settings)
