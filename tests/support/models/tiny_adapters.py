@@ -53,7 +53,7 @@ def write_adapter(
     merged, tensors = copy.deepcopy(model.reference), {}
     scale = alpha / (math.sqrt(r) if rslora else r)
     for name, module in merged.named_modules():
-        if not name.endswith(tuple(f".{each}" for each in modules)):
+        if not f".{name}".endswith(tuple(f".{each}" for each in modules)):
             continue
         out, inputs = module.weight.shape
         if "shared_transformer" in name:  # whose modules have one weight at several depths, and adapters of their own
