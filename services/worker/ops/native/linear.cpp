@@ -13,6 +13,7 @@
 #include "row_copies.h"
 #include "segments.h"
 #include "sums.h"
+#include "thread_memory.h"
 #include "tiled.h"
 #include "tiled_segments.h"
 
@@ -41,6 +42,11 @@ template <class Kind> struct Copied {
     using Item = typename Kind::Item;
     static constexpr int kStride = (kBlockSteps + 16) * Kind::kItems;
     alignas(64) Item items[kTileRows * kStride];
+};
+
+// Weights of a block that codes became.
+template <class Kind> struct BlockNumbers {
+    alignas(64) typename Kind::Item items[kBlockSteps * kGroupOutputs * Kind::kItems];
 };
 
 // What a tile's sums begin with: those of the steps before, or what the sum of each row's items makes them, where items are
@@ -191,7 +197,7 @@ void run_tiles(const Product& p, const Block& block, const Steps& steps, const W
                 call(p, block, weights, scaling, x, p.x.stride, from, first, count, ahead, kept);
                 continue;
             }
-            static thread_local Copied<Kind> copied;
+            auto& copied = thread_memory<Copied<Kind>>();
             int begin = first * Kind::kItems, padded = count * Kind::kItems;
             int items = std::min(padded, p.linear.in - begin);
             if (p.linear.code != Code::kPlain) padded = (padded + kCodeInputs - 1) / kCodeInputs * kCodeInputs;
@@ -239,7 +245,7 @@ template <class Kind, Code code> void run_coded_block(const Product& p, const Bl
             run_tiles<Kind>(p, block, steps, Coded<Kind, code>{codes, scaling.zeros}, scaling, kept);
             continue;
         }
-        alignas(64) static thread_local Item numbers[kBlockSteps * kGroupOutputs * Kind::kItems];
+        Item* numbers = thread_memory<BlockNumbers<Kind>>().items;
         for (int step = 0, part = scaled ? scaled : count; step < count; step += part)
             decode_steps<Kind, code>(codes + size_t(step * Kind::kItems / kCodeInputs) * pair_bytes, scaling.zeros_of(scaled ? step / scaled : 0), part,
                                numbers + step * kGroupOutputs * Kind::kItems);

@@ -5,6 +5,7 @@
 
 #include "row_copies.h"
 #include "sums.h"
+#include "thread_memory.h"
 #include "tiles.h"
 
 #if defined(BATON_TILES)
@@ -134,6 +135,11 @@ struct TileInputs {
     int64_t stride;  // in bytes
 };
 
+template <class Kind> struct TileCopies {
+    static constexpr int kStride = (kPassSteps + kTileSteps) * Kind::kItems;
+    alignas(64) typename Kind::Item rows[2][kTileHeight * kStride];
+};
+
 template <class Kind> TileInputs inputs_of(const Product& p, const Block& block, const RowTiles& tiles, const Pass& pass, int tile, int count) {
     using Item = typename Kind::Item;
     constexpr int kItems = kTileSteps * Kind::kItems;
@@ -147,8 +153,8 @@ template <class Kind> TileInputs inputs_of(const Product& p, const Block& block,
         for (int i = 0; i < count; ++i)
             inputs.at[i] = (const char*)p.x.data + (block.row + tiles.first(tile + i)) * inputs.stride + pass.first * Kind::kItems * int64_t(sizeof(Item));
     } else {
-        constexpr int kStride = kPassSteps * Kind::kItems + kItems;
-        alignas(64) static thread_local Item copied[2][kTileHeight * kStride];
+        constexpr int kStride = TileCopies<Kind>::kStride;
+        auto& copied = thread_memory<TileCopies<Kind>>().rows;
         int begin = pass.first * Kind::kItems, padded = (pass.count + kTileSteps - 1) / kTileSteps * kItems;
         int items = std::min(padded, p.linear.in - begin);
         inputs.stride = kStride * int64_t(sizeof(Item));

@@ -8,10 +8,14 @@
 
 namespace {
 
+struct SegmentBytes {
+    alignas(64) char bytes[kMaxScaled / Quad::kItems * kStepBytes];
+};
+
 // A segment's weights as tiles read them: bytes where they lie, or half bytes made ones.
 template <Code code> const char* tile_weights(const uint8_t* w, int steps) {
     if constexpr (code == Code::kQuad) return (const char*)w;
-    alignas(64) static thread_local char bytes[kMaxScaled / Quad::kItems * kStepBytes];
+    char* bytes = thread_memory<SegmentBytes>().bytes;
     for (int step = 0; step < steps; ++step, w += segment_step_bytes(code)) {
         U weights[kGroupColumns];
         load_quads<code, kGroupColumns>(w, weights);

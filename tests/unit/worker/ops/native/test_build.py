@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -31,6 +32,20 @@ touch "$2"
 def test_the_library_says_which_instructions_it_uses(level: Level) -> None:
     """One by one: where none is compiled yet, all of them take a busy machine longer than one test may."""
     assert NativeKernels(1, level).instructions == level
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF")
+def test_threads_have_no_memory_of_the_library_that_they_do_not_use() -> None:
+    assert thread_image_bytes(library_path(best_level())) < 16 << 10
+
+
+def thread_image_bytes(path: Path) -> int:
+    """What each thread has of a library's thread_local variables once it calls it, zeros included (elf(5))."""
+    content = path.read_bytes()
+    (offset,), (size, count) = struct.unpack_from("<Q", content, 32), struct.unpack_from("<HH", content, 54)
+    headers = [struct.unpack_from("<IIQQQQQQ", content, offset + index * size) for index in range(count)]
+    thread_local = 7
+    return sum(header[6] for header in headers if header[0] == thread_local)
 
 
 def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
