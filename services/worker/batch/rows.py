@@ -9,9 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.blocks import blocks_for
+from shared.machine.anonymous_memory import anonymous_memory
 
 Int32s = NDArray[np.int32]
 Indices = NDArray[np.intp]
+
+
+def untouched_zeros(rows: int, width: int) -> Int32s:
+    """Zeros [rows, width] whose pages take no memory until they are written to, one by one."""
+    if not rows * width:
+        return np.zeros((rows, width), dtype=np.int32)
+    return np.frombuffer(anonymous_memory(rows * width * np.dtype(np.int32).itemsize), dtype=np.int32).reshape(
+        rows, width
+    )
 
 
 class RowRuns(NamedTuple):

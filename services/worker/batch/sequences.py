@@ -27,7 +27,7 @@ from services.worker.batch.pooled_rows import NO_POOLED_ROWS, PooledHead, Prompt
 from services.worker.batch.prompt_inputs import EmbeddedPrompt, input_rows, last_seen
 from services.worker.batch.prompt_rows import PromptRows, ScoredPrompt, merge_logits_rows, prompt_rows
 from services.worker.batch.rope_positions import RopeShifts
-from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, in_groups, rows_of
+from services.worker.batch.rows import Indices, Int32s, RowRuns, expand_drafts, in_groups, rows_of, untouched_zeros
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
 from shared.blocks import blocks_for
 from shared.ids import LoraId, SequenceId
@@ -60,7 +60,7 @@ class SequenceTable:
         self._free = list(range(max_sequences - 1, -1, -1))
         # One token more than the context: the last one drawn is remembered, though never computed. Untouched pages
         # take no memory.
-        self.tokens: Int32s = np.zeros((max_sequences, max_model_len + 1), dtype=np.int32)
+        self.tokens: Int32s = untouched_zeros(max_sequences, max_model_len + 1)
         """[sequences, width] what each sequence holds. Written by nobody else, as all arrays here, but by the library's
         steps of decodes, which put what they draw where `advance` has announced it. These read tokens and block tables
         where they lie: none of the two is ever replaced by another array."""
@@ -403,9 +403,9 @@ class BlockTables:
     ) -> None:
         self._num_blocks = num_blocks
         self._block_size = np.int32(block_size)
-        self.ids: Int32s = np.zeros((max_sequences, width), dtype=np.int32)
+        self.ids: Int32s = untouched_zeros(max_sequences, width)
         """[sequences, width] of the first group of layers."""
-        self.others: tuple[Int32s, ...] = tuple(np.zeros_like(self.ids) for _ in groups[1:])
+        self.others: tuple[Int32s, ...] = tuple(untouched_zeros(max_sequences, width) for _ in groups[1:])
         """[sequences, width] of each group behind it."""
         tables = (self.ids, *self.others)
         self.tables = list(zip(tables, [group.window for group in groups] or [None], strict=True))

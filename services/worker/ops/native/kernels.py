@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import sys
 import weakref
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from services.worker.ops.interface import Activation, BatchMeta, OpsUnavailable
 from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, Level, library_path
 from services.worker.ops.native.tile_check import tiles_work
+from shared.machine.anonymous_memory import anonymous_memory
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2, "relu2": 3, "silu_limited": 4}
 """The values of `Activation` in linear.h."""
@@ -143,7 +143,7 @@ def zeroed(num_bytes: int, *, grows: bool = False) -> Tensor:
     """`num_bytes` zero bytes that start on a huge page's bound, as a uint8 tensor; pages come when first touched.
     `grows`: what is first of it has small pages, so that a pool that has hardly been used takes hardly any memory."""
     room = num_bytes + _HUGE_PAGE
-    whole = torch.frombuffer(_mapping(room), dtype=torch.uint8)
+    whole = torch.frombuffer(anonymous_memory(room), dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE
     aligned = whole[start : start + num_bytes]
     if sys.platform == "linux":
@@ -152,11 +152,6 @@ def zeroed(num_bytes: int, *, grows: bool = False) -> Tensor:
         length = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE - first
         ctypes.CDLL(None).madvise(ctypes.c_void_p(aligned.data_ptr() + first), ctypes.c_size_t(length), _MADV_HUGEPAGE)
     return aligned
-
-
-def _mapping(num_bytes: int) -> mmap.mmap:
-    """Anonymous memory of its own, not malloc's: zero without being written, and taken only as it is touched."""
-    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class WeightArena:
