@@ -166,6 +166,14 @@ class StackSettings(Struct, frozen=True, kw_only=True):
         ),
         UpOption(RUN),
     ] = "forkserver"
+    ksm: Annotated[
+        bool,
+        Meta(
+            description="Let the kernel keep equal pages of the stack's processes once, where this host does "
+            "(/sys/kernel/mm/ksm/run is 1; Linux from 6.4 on)."
+        ),
+        UpOption(RUN),
+    ] = False
     gpu_topology: Annotated[
         str,
         Meta(

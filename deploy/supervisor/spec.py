@@ -195,6 +195,8 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     """Seconds without a finished step after which an engine that has work is restarted; longer than the scheduler's own
     limit."""
     start_method: StartMethod = "forkserver"
+    ksm: bool = False
+    """Whether the kernel may keep equal pages of its processes once."""
     silence_limit: float = 6.0
     """Seconds without a lifecycle message after which a process that was ready is replaced."""
 

@@ -186,6 +186,7 @@ def _described(options: _Options, layout: _StackLayout) -> StackSpec:
         orphan_timeout=dealt["orphan_timeout"],
         start_timeout=stack.start_timeout,
         start_method=stack.start_method,
+        ksm=stack.ksm,
     )
 
 

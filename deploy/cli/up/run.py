@@ -26,6 +26,8 @@ from deploy.supervisor.state_file import StackRunning
 from deploy.supervisor.template.blanks import blank_processes
 from deploy.supervisor.template.templates import TEMPLATES
 from shared.bus import BusError
+from shared.machine.equal_pages import offer_equal_pages
+from shared.machine.file_pages import release_file_pages
 from shared.models.audio_models import read_audio_model
 from shared.models.encoder_models import encoder_type, read_encoder_decoder
 
@@ -42,6 +44,8 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
     file = cast(TextIO, LossyOutput(sys.stdout))
     output = RichOutput(file) if ready_fd is None else PlainOutput(file)
     try:
+        if spec.ksm:
+            _offer_equal_pages()
         with _remote_processes(spec) as remote, blank_processes(TEMPLATES if spec.forks else 0):
             asyncio.run(_run(Stack(spec, remote=remote), output, begun, ready_fd))
     except asyncio.CancelledError:  # by a signal, and everything is ended
@@ -58,6 +62,14 @@ def run_stack(spec: StackSpec, ready_fd: int | None = None) -> None:
         raise CommandError(str(error)) from None
     finally:
         file.close()
+
+
+def _offer_equal_pages() -> None:
+    """Raises CommandError."""
+    try:
+        offer_equal_pages()
+    except OSError as error:
+        raise CommandError(f"--ksm: this kernel cannot merge equal pages ({error.strerror or error})") from None
 
 
 class LossyOutput:
@@ -120,6 +132,7 @@ async def _run(stack: Stack, output: Output, begun: float, ready_fd: int | None)
         if stack.phase == "ready":
             with contextlib.suppress(OSError):  # who waits for `ready_fd` may have gone; the stack does not hang on it
                 await _greet(stack, output, begun, ready_fd)
+            release_file_pages()  # of 6 MiB of code that a start runs, TLS among it, 4 are not needed again
         await stack.stop_asked.wait()
         output.print("\nDraining and stopping … (Ctrl-C again: faster)", style="dim")
 

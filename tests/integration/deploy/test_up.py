@@ -26,6 +26,9 @@ from tests.support.paths import REPOSITORY
 
 QUESTION = "What is the capital of France?"
 KEY = "a-key-of-this-test"
+KSM_STATE = Path("/proc/self/ksm_stat")
+MERGES_PAGES = KSM_STATE.exists() and "ksm_merge_any" in KSM_STATE.read_text()
+"""Whether the kernel can keep equal pages once, and says of which processes (Linux 6.16)."""
 
 
 def baton(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -48,9 +51,11 @@ def present(run_dir: Path) -> StackState:
 
 @pytest.fixture(scope="module")
 def detached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The run directory of a stack that was started with --detach, with a key and two gateways."""
+    """The run directory of a stack that was started with --detach, with a key, two gateways, and its pages offered to
+    the kernel where that can take them."""
     run_dir = tmp_path_factory.mktemp("detached") / "run"
     more = ("--port=0", "--device=cpu", "--gateways=2", f"--api-key={KEY}", f"--run-dir={run_dir}")
+    more += ("--ksm",) if MERGES_PAGES else ()
     started = baton("up", "--detach", *more)
     assert started.returncode == 0, started.stdout + started.stderr
     assert f"curl {present(run_dir).url}/v1/chat/completions" in started.stdout
@@ -73,6 +78,16 @@ def test_nothing_of_the_command_line_is_in_the_supervisor(detached: Path) -> Non
     supervisor = psutil.Process(present(detached).pid)
     assert KEY not in " ".join(supervisor.cmdline())
     assert not [found.path for found in supervisor.memory_maps() if "pydantic" in found.path]
+
+
+@pytest.mark.skipif(not MERGES_PAGES, reason="this kernel does not say")
+def test_pages_of_all_processes_are_offered_to_the_kernel(detached: Path) -> None:
+    state = present(detached)
+    offered = {
+        pid: Path(f"/proc/{pid}/ksm_stat").read_text() for pid in (state.pid, *(each.pid for each in state.members))
+    }
+    assert len(offered) > 8
+    assert [pid for pid, said in offered.items() if "ksm_merge_any: yes" not in said] == []
 
 
 def test_a_wrong_key_is_refused_in_one_line(detached: Path) -> None:
