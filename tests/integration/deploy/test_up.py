@@ -80,6 +80,18 @@ def test_nothing_of_the_command_line_is_in_the_supervisor(detached: Path) -> Non
     assert not [found.path for found in supervisor.memory_maps() if "pydantic" in found.path]
 
 
+def test_a_supervisor_that_is_ready_lets_go_of_code_that_only_a_start_runs(detached: Path) -> None:
+    supervisor = psutil.Process(present(detached).pid)
+
+    def resident() -> int:
+        return sum(found.rss for found in supervisor.memory_maps() if "libcrypto" in found.path)
+
+    deadline = time.monotonic() + CHANGE_DEADLINE  # it does so once it has said that it is ready
+    while resident() > 1 << 20:
+        assert time.monotonic() < deadline, f"{resident()} bytes of the library that TLS needs"
+        time.sleep(LOOK_EVERY)
+
+
 @pytest.mark.skipif(not MERGES_PAGES, reason="this kernel does not say")
 def test_pages_of_all_processes_are_offered_to_the_kernel(detached: Path) -> None:
     state = present(detached)
