@@ -148,7 +148,8 @@ class GrammarHost:
 
     def _compile_error(self, grammar: Grammar) -> str | None:
         try:
-            self._compiled = self._compiler.compile(grammar)
+            with _no_warnings():
+                self._compiled = self._compiler.compile(grammar)
         except GrammarRefused as refused:
             return self._limits.too_large() if "bad_alloc" in str(refused) else str(refused)
         except MemoryError:
@@ -232,6 +233,20 @@ class GrammarHost:
         followed.debt = max(0.0, followed.debt + spent - tokens * self._limits.step_seconds)
         if followed.debt > self._limits.burst_seconds and number in self._followed:
             self._fail(number, self._limits.too_slow_to_follow())
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Drops what libraries write beside their errors: xgrammar has a line for each character of an expression that it
+    ignores, by which a request would push all else out of the rank's log."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def confine(limits: GrammarLimits, parent: int) -> None:

@@ -113,6 +113,12 @@ def test_whoever_asks_hears_whether_a_grammar_compiles(library: GrammarLibrary) 
     assert outcomes(library, DIGITS) == [CompileResult(DIGITS.key, None)]
 
 
+def test_a_grammar_fills_no_log(writer: RandomWriter, capfd: pytest.CaptureFixture[str]) -> None:
+    with grammar_library(writer.folder, writer.vocab_size, (writer.eos,), LIMITS) as library:
+        assert [each.error for each in outcomes(library, Grammar("regex", "a" + "^" * 1000))] == [None]
+    assert capfd.readouterr().err == ""
+
+
 def test_slots_without_a_grammar_have_no_mask(guided: Guided) -> None:
     guided.add(0, None)
     assert guided.mask(0, 1) is None
