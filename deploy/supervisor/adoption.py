@@ -86,6 +86,8 @@ def _resume(member: SupervisedProcess, before: SupervisedProcess | None, pid: in
         member.state = "running"
     if member.state == "waiting":
         return
+    if before is None or pid is None or pid != before.pid:
+        member.ready_since = None
     member.pid = pid
     member.deadline = kill_after if member.state == "ending" else None
 

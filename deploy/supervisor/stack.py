@@ -36,6 +36,7 @@ from deploy.supervisor.core.events import (
     TerminateProcess,
     WorkersReleased,
 )
+from deploy.supervisor.core.members import ready_once, with_its_engine
 from deploy.supervisor.core.supervisor import StopDeadlines, Supervisor
 from deploy.supervisor.core.watchdog import PauseFreeClock, Watchdog, WatchLimits
 from deploy.supervisor.hosts import hosts_of
@@ -136,7 +137,7 @@ class Stack:
         self._failure: StartFailed | None = None
         self._started = time.time()
         self._lifecycles: asyncio.Queue[Lifecycle] = asyncio.Queue(MAX_LIFECYCLES_QUEUED)
-        self._saved: tuple[StackPhase, Collection[InstanceId]] | None = None
+        self._saved: tuple[StackPhase, Collection[InstanceId], Collection[InstanceId]] | None = None
         self._save_problem: str | None = None
         self._log_problem: str | None = None
         self._last_lines: dict[str, tuple[str, ...]] = {}
@@ -268,6 +269,8 @@ class Stack:
     async def _serve(self, beside: Sequence[Beside]) -> None:
         await self._bus.subscribe(topics.lifecycles(), self._lifecycles.put)
         await self._bus.publish(topics.lifecycle_requests(), LifecycleRequest())
+        for instance in ready_once(self.supervisor.members()):
+            self._watchdog.expect(instance, self._watch_clock.now(self._bus.liveness_now()))
         cluster, hosts = self.spec.cluster, self._hosts
         if cluster is None or cluster.join_port is not None:
             await self._bus.serve(topics.scaling(), self._obey)
@@ -384,13 +387,8 @@ class Stack:
     def _restart_stalled(self) -> None:
         for instance, reason, engine_too in self._watchdog.stalled(self._watch_clock.now(self._bus.liveness_now())):
             log.error("process stalled", extra=_of(instance, reason=reason))
-            self._handle(ProcessesStalled(self._with_its_engine(instance) if engine_too else (instance,)))
-
-    def _with_its_engine(self, instance: InstanceId) -> tuple[InstanceId, ...]:
-        processes = [member.process for member in self.supervisor.members()]
-        engine = next((each.engine for each in processes if each.instance == instance), None)
-        ours = [s.instance for s in processes if s.engine == engine and s.service != "kvstore"]
-        return tuple(sorted(ours, key=instance.__ne__)) if engine is not None and instance in ours else (instance,)
+            others = with_its_engine(tuple(self.supervisor.members()), instance) if engine_too else (instance,)
+            self._handle(ProcessesStalled(others))
 
     async def _start_deadline(self) -> None:
         await asyncio.sleep(self.spec.start_timeout)
@@ -407,7 +405,8 @@ class Stack:
             self._execute(command)
         if commands and self._hosts is not None:
             self._hosts.changed.set()
-        is_news = (self.phase, self.supervisor.failed()) != self._saved
+        ready = ready_once(self.supervisor.members())
+        is_news = (self.phase, self.supervisor.failed(), ready) != self._saved
         if commands or is_news or isinstance(event, ProcessExited | ProcessStarted):
             self.save()
         if self.supervisor.stopping and self.supervisor.is_empty:
@@ -493,7 +492,7 @@ class Stack:
         if problem != self._save_problem:
             log.warning("state file", extra={"problem": problem})
         self._save_problem = problem
-        self._saved = (state.phase, failed)
+        self._saved = (state.phase, failed, ready_once(self.supervisor.members()))
 
 
 def _of(process: str, **more: object) -> dict[str, object]:

@@ -73,6 +73,8 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
     group_index: int = 0
     superseded: bool = False
     """Its engine ends once others are ready in its place."""
+    was_ready: bool = False
+    """Whether its present program was ready once; not known of one that a supervisor before 0.4.0 wrote down."""
 
     def member(self) -> SupervisedProcess:
         """As the supervisor's core has it, but for what only its next lifecycle message says."""
@@ -94,6 +96,7 @@ class MemberRecord(Struct, frozen=True, kw_only=True):
             status=self.status,
             standby=self.standby,
             superseded=self.superseded,
+            ready_since=0.0 if self.was_ready else None,
         )
 
 
@@ -114,6 +117,7 @@ def recorded(
         failed=instance in failed,
         standby=member.standby,
         superseded=member.superseded,
+        was_ready=member.ready_since is not None,
         last_lines=last_lines.get(instance, ()) if instance in failed else (),
     )
 

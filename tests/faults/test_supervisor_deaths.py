@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -64,16 +65,18 @@ async def test_streams_do_not_notice_a_killed_supervisor_nor_its_successor(stack
     assert [s.text for s in await eight(stack)] == [s.text for s in undisturbed]
 
 
-async def test_what_died_without_a_supervisor_is_replaced_by_the_next_one(stack: RunningStack) -> None:
+async def test_what_died_or_hangs_without_a_supervisor_is_replaced_by_the_next_one(stack: RunningStack) -> None:
     before = pids(stack)
     stack.kill_supervisor()
     for name in ("tokenizer-1", "engine-1-rank0"):
         stack.kill(name)
+    stack.kill("detokenizer-1", signal.SIGSTOP)
     stack.start_supervisor()
-    for name in ("tokenizer-1", "engine-1-rank0"):
+    lost = {"tokenizer-1", "engine-1-rank0", "detokenizer-1"}
+    for name in lost:
         stack.replaced(name, before[name])
     stack.until(lambda state: state.pid == stack.supervisor.pid and state.phase == "ready")
-    kept = before.keys() - {"tokenizer-1", "engine-1-rank0"}
+    kept = before.keys() - lost
     after = pids(stack)
     assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
     assert all(s.finish == "length" for s in await eight(stack))

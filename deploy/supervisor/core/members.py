@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -75,6 +75,19 @@ class SupervisedProcess:
         if state not in TRANSITIONS[self.state]:
             raise ValueError(f"{self.process.instance}: {self.state} may not become {state}")
         self.state = state
+
+
+def ready_once(members: Iterable[SupervisedProcess]) -> frozenset[InstanceId]:
+    """The processes whose present program was ready, then or since."""
+    return frozenset(member.process.instance for member in members if member.ready_since is not None)
+
+
+def with_its_engine(members: Sequence[SupervisedProcess], instance: InstanceId) -> tuple[InstanceId, ...]:
+    """A process, and behind it those that cannot go on without it: the others of its engine."""
+    processes = [member.process for member in members]
+    engine = next((each.engine for each in processes if each.instance == instance), None)
+    ours = [each.instance for each in processes if each.engine == engine and each.service != "kvstore"]
+    return tuple(sorted(ours, key=instance.__ne__)) if engine is not None and instance in ours else (instance,)
 
 
 def first_free(taken: Container[int | None], count: int) -> int:

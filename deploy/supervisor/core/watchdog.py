@@ -41,7 +41,8 @@ class Stall(NamedTuple):
 
 
 class _WatchedProcess(NamedTuple):
-    incarnation: Incarnation
+    incarnation: Incarnation | None
+    """None: not heard of yet."""
     seen_at: float
     steps: int
     step_deadline: float
@@ -90,6 +91,21 @@ class Watchdog:
             engine=message.worker.engine if message.worker else None,
             patience=KEEP_ALIVES * message.keep_alive,
             wrong=_wrong(message.engine),
+        )
+
+    def expect(self, instance: InstanceId, now: float) -> None:
+        """Watches an instance that was ready when a former supervisor heard of it. All are asked to speak when the next
+        one begins, so that one which hangs since is as silent as any other."""
+        self._watched[instance] = _WatchedProcess(
+            incarnation=None,
+            seen_at=now,
+            steps=0,
+            step_deadline=0.0,
+            progressed_at=now,
+            was_ready=True,
+            engine=None,
+            patience=0.0,
+            wrong=None,
         )
 
     def forget(self, instance: InstanceId) -> None:

@@ -129,6 +129,16 @@ def test_silence_after_readiness_is_found() -> None:
     assert reasons(dog, 15.1) == ["silent for 15 s"]
 
 
+def test_who_was_ready_under_a_former_supervisor_may_not_be_silent() -> None:
+    dog = watched()
+    dog.expect(InstanceId("engine-1"), 5.0)
+    assert reasons(dog, 20.0) == []
+    assert reasons(dog, 20.1) == ["silent for 15 s"]
+    dog.expect(InstanceId("engine-1"), 30.0)
+    dog.record_lifecycle(said(phase="starting", incarnation=2), 31.0)
+    assert reasons(dog, 300.0) == [], "another program took its place, and loads a model"
+
+
 def test_silence_while_a_model_is_loaded_is_not_blamed() -> None:
     assert reasons(watched((0, said(phase="starting"))), 300.0) == []
 
