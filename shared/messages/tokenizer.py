@@ -52,11 +52,12 @@ class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True)
     """Parts that are no text; the messages have `embeds_placeholder` where the template is to put them, but for images.
     """
     images: tuple[int, ...] = ()
-    """Which of `embeds` are images, in the order of the messages, which have parts of type image in their places."""
+    """Which of `embeds` are images, or sounds of a model that takes no images, in the order of the messages, which have
+    parts of type image or audio in their places."""
     videos: tuple[VideoParts, ...] = ()
     """The videos, in the order of the messages, which have parts of type video in their places."""
     sounds: tuple[int, ...] = ()
-    """The same as `images` of sounds, and of parts of type audio."""
+    """The same of sounds of a model that takes images, too."""
 
 
 def embeds_placeholder(number: int) -> str:

@@ -194,9 +194,10 @@ def _question(fields: ChatFields, card: ModelCard, limits: RequestLimits, kind: 
     prompt = chat_prompt(fields.messages, fields, limits, parts.read if kind == "chat" else parts.read_foreign)
     if parts.found:
         parts.check_fields(fields)
-        prompt = msgspec.structs.replace(
-            prompt, embeds=tuple(parts.found), images=parts.numbers(IMAGE), sounds=parts.numbers(SOUND)
-        )
+        images, sounds = parts.numbers(IMAGE), parts.numbers(SOUND)
+        if card.images is None:  # of a model that hears alone they stand in the place of images, as 0.3.0 has it
+            images, sounds = sounds, ()
+        prompt = msgspec.structs.replace(prompt, embeds=tuple(parts.found), images=images, sounds=sounds)
     role = "assistant" if prompt.add_generation_prompt else fields.messages[-1]["role"]
     echoed = _text_of(fields.messages[-1], role) if fields.echo else ""
     return _ChatQuestion(prompt, role, echoed, tuple(parts.media))

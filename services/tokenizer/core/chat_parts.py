@@ -34,7 +34,8 @@ class ChatParts:
         """`special_tokens`: see `IMAGE_TOKENS` and `VIDEO_TOKENS`."""
         self._image, self._image_end = special_tokens.get(IMAGE_TOKEN, ""), special_tokens.get(IMAGE_END, "")
         self._mark, self._image_row = special_tokens.get(IMAGE_MARK), special_tokens.get(IMAGE_ROW, self._image)
-        self._sound = special_tokens.get(SOUND_TOKEN, self._image)
+        self._sound = special_tokens.get(SOUND_TOKEN, "")
+        self._shown = "images" if SOUND_TOKEN in special_tokens else "images or sounds"
         self._video = special_tokens.get(VIDEO_TOKEN, "")
         self._row, self._frame = special_tokens.get(VIDEO_ROW, self._video), special_tokens.get(VIDEO_FRAME)
         self._around = special_tokens.get(VIDEO_START, ""), special_tokens.get(VIDEO_END, "")
@@ -134,7 +135,7 @@ class ChatParts:
         return ids, replace(chat.embeds[0], rows=rows, runs=tuple(runs), **said)
 
     def _not_shown(self, chat: ChatPrompt) -> PromptRefused:
-        named = (("images", chat.images), ("videos", chat.videos), ("sounds", chat.sounds))
+        named = ((self._shown, chat.images), ("videos", chat.videos), ("sounds", chat.sounds))
         kinds = [name for name, given in named if given]
         stands = " or ".join([*self.tokens(chat), PLACEHOLDER])
         parts = len(chat.embeds) - sum(len(video.parts) - 1 for video in chat.videos)

@@ -17,7 +17,7 @@ from services.gateway.api.media.source import IMAGE, MAX_VIDEO_BYTES, VIDEO
 from services.gateway.api.pooling.embeddings import read_embedding
 from shared.ids import ModelName
 from shared.messages.encoder import MAX_IMAGE_BYTES
-from shared.messages.model_card import ModelCard, PoolingCard, VideoModel
+from shared.messages.model_card import ModelCard, PoolingCard, SoundModel, VideoModel
 from shared.messages.tokenizer import ChatPrompt
 
 CARD = ModelCard(
@@ -134,6 +134,20 @@ def test_other_media_and_models_without_images_are_refused() -> None:
     assert (error.param, error.code) == ("messages[0].content[0].type", "unsupported_parameter")
     for kind in ("input_audio", "video", "image", "input_image"):
         assert "is not supported" in refusal({"type": kind}).message
+
+
+def test_sounds_of_a_model_that_hears_alone_stand_in_the_place_of_images() -> None:
+    """As those of 0.3.0 do, so that its tokenizers find them, too."""
+    sound = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+    both = replace(CARD, sounds=SoundModel(64, 16_000, 30))
+    for parts, card, expected in (
+        ([image(), sound], both, ((0,), (1,))),
+        ([sound], both, ((), (0,))),
+        ([sound, sound], replace(both, images=None), ((0, 1), ())),
+    ):
+        (prompt,) = chat(*parts, card=card).prompts
+        assert isinstance(prompt, ChatPrompt)
+        assert (prompt.images, prompt.sounds) == expected
 
 
 def test_videos_are_given_as_images_are() -> None:
