@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class AudioTower:
         config.decoder_layers = 0
         model = load_part(WhisperModel, folder, config, DTYPES[self.dtype], lambda name: name.startswith("encoder."))
         self._encoder = model.get_encoder().eval()
-        self.encode(Samples(bytes(SAMPLE_BYTES * self._rate // 10)))
+        check_a_sound(folder, self.encode, self._rate)
 
     @torch.inference_mode()
     def encode(self, window: Samples) -> PromptEmbeds:
@@ -97,6 +98,12 @@ class AudioTower:
         prepared = self._extractor(samples, sampling_rate=self._rate, return_tensors="pt", return_attention_mask=True)
         rows = self._encoder(prepared.input_features.to(DTYPES[self.dtype])).last_hidden_state[0]
         return rows, max(int(prepared.attention_mask.sum()) // FRAMES_OF_A_ROW, 1)
+
+
+def check_a_sound(folder: Path, encode: Callable[[Samples], PromptEmbeds], rate: int) -> None:
+    """That a tower and what makes spectrograms for it belong together. Raises TowerUnusable."""
+    with refusing(folder):
+        encode(Samples(bytes(SAMPLE_BYTES * (rate // 10))))
 
 
 def read_extractor(folder: Path) -> tuple[Any, Any]:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from services.encoder.audio_tower import SampleReader, Samples, read_extractor
+from services.encoder.audio_tower import SampleReader, Samples, check_a_sound, read_extractor
 from services.encoder.image_decoder import DecodedFrames, ImageDecoder
 from services.encoder.image_process import DecodedImage
 from services.encoder.tower import DTYPES, DtypeChoice, ImageTower, TowerUnusable, load_tower, own_dtype, packed_rows
 from shared.messages.encoder import EncodeInput
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
-from shared.models.audio_models import SAMPLE_BYTES, read_sound_model
+from shared.models.audio_models import read_sound_model
 
 
 class SoundTower:
@@ -34,7 +34,7 @@ class SoundTower:
         self.dtype: EmbeddingDtype = own_dtype(config) if dtype == "auto" else dtype
         self.size, self._rate = sounds.row_size, sounds.sample_rate
         self._model = load_tower(folder, config, DTYPES[self.dtype])
-        self.encode(Samples(bytes(SAMPLE_BYTES * self._rate // 10)))
+        check_a_sound(folder, self.encode, self._rate)
 
     @torch.inference_mode()
     def encode(self, sound: Samples) -> PromptEmbeds:
@@ -99,7 +99,7 @@ class OmniTower(ImageTower):
         if self._kind == "gemma4":
             self._around = (config.boa_token_id, getattr(config, "eoa_token_id", None) or config.eoa_token_index)
         super().__init__(folder, dtype, max_pixels)
-        self.encode(Samples(bytes(SAMPLE_BYTES * self._rate // 10)))
+        check_a_sound(folder, self.encode, self._rate)
 
     @torch.inference_mode()
     def encode(self, given: DecodedImage | DecodedFrames | Samples) -> PromptEmbeds:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from shared.messages.encoder import MAX_IMAGE_BYTES
 from shared.messages.model_card import AudioModel, SoundModel
@@ -28,8 +28,8 @@ class _RawWhisper(Struct):
 
 
 class _RawFeatures(Struct):
-    sampling_rate: int = 16_000
-    chunk_length: int = 30
+    sampling_rate: Annotated[int, Meta(ge=1)] = 16_000
+    chunk_length: Annotated[int, Meta(ge=1)] = 30
 
 
 class _RawWhisperGeneration(Struct):

@@ -153,12 +153,9 @@ def read_frame_size(folder: Path, sampling: FrameSampling) -> FrameSize:
     if (model := _read_model(folder)) is not None and _is(model.architectures, QWEN_OMNI):
         # the library's processor of chats has it so, whatever files say
         return _OF_ALL if _is(model.architectures, QWEN3_OMNI) else _OF_TWO
-    size = processor.size or _RawSize()
-    if size.shortest_edge is None or size.longest_edge is None:
-        size = _RawSize(own.shortest_edge, own.longest_edge)
-    least, most = size.shortest_edge, size.longest_edge
-    assert least is not None
-    assert most is not None
+    size, least, most = processor.size, own.shortest_edge, own.longest_edge
+    if size is not None and size.shortest_edge is not None and size.longest_edge is not None:
+        least, most = size.shortest_edge, size.longest_edge
     if sampling != "steps":
         return FrameSize(least, most)
     return FrameSize(_said(processor.min_pixels, least), _said(processor.max_pixels, most))

@@ -27,8 +27,9 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
 )
 
 from tests.support.models.tiny_images import ImageModel
-from tests.support.models.tiny_qwen_audio import WINDOW_S, Sound
+from tests.support.models.tiny_qwen_audio import EAR, WINDOW_S, Sound
 from tests.support.models.tiny_qwen_vl import MAX_PIXELS, MERGED, MIN_PIXELS, PATCH, TOWERS, QwenProcessor
+from tests.support.models.tiny_towers import TEXT
 from tests.support.models.tiny_videos import VideoReference
 from tests.support.paths import DEMO_MODEL
 
@@ -124,33 +125,37 @@ def make_omni_model(folder: Path, kind: str = "qwen2.5", seed: int = 0) -> OmniR
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     tokenizer.add_special_tokens({"additional_special_tokens": [SIGHT, FRAMES, SOUND, *_AROUND]})
     tokenizer.chat_template = TEMPLATE
-    named: Any = tokenizer.convert_tokens_to_ids
+    torch.manual_seed(seed)
+    models: Any = Qwen3OmniMoeThinkerForConditionalGeneration if third else Qwen2_5OmniThinkerForConditionalGeneration
+    reference: Any = models(_config(tokenizer, kind)).eval()
+    reference.save_pretrained(folder)
+    _publish(folder, third=third)
+    tokenizer.save_pretrained(folder)
+    images: Any = Qwen2VLImageProcessorPil(
+        patch_size=PATCH, merge_size=MERGED, size={"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
+    )
+    extractor: Any = WhisperFeatureExtractor(feature_size=16, chunk_length=WINDOW_S)
+    both = {**json.loads(extractor.to_json_string()), **json.loads(images.to_json_string())}
+    (folder / "preprocessor_config.json").write_text(json.dumps(both))
+    return OmniReference(ImageModel(folder, reference, QwenProcessor(images, tokenizer)), extractor, kind)
+
+
+def _config(tokenizer: Any, kind: str) -> Any:
+    third, named = kind == "qwen3", tokenizer.convert_tokens_to_ids
     ends = "id" if third else "index"
     configs: Any = Qwen3OmniMoeThinkerConfig if third else Qwen2_5OmniThinkerConfig
-    config = configs(
+    return configs(
         text_config={
+            **TEXT,
             "vocab_size": len(tokenizer),
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 1024,
-            "initializer_range": 0.2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
             **(_THIRD if third else {}),
         },
         vision_config={key: value for key, value in TOWERS[kind].items() if key != "tokens_per_second"},
         audio_config={
-            "num_mel_bins": 16,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 48,
-            "d_model": 32,
-            "max_source_positions": 50 * WINDOW_S,
+            **EAR,
             "n_window": 50 if third else 25,
             "output_dim": 64,
-            "initializer_range": 0.2,
             **({"downsample_hidden_size": 8} if third else {}),
         },
         **{
@@ -164,10 +169,10 @@ def make_omni_model(folder: Path, kind: str = "qwen2.5", seed: int = 0) -> OmniR
         position_id_per_seconds=10,
         initializer_range=0.2,
     )
-    torch.manual_seed(seed)
-    models: Any = Qwen3OmniMoeThinkerForConditionalGeneration if third else Qwen2_5OmniThinkerForConditionalGeneration
-    reference: Any = models(config).eval()
-    reference.save_pretrained(folder)
+
+
+def _publish(folder: Path, *, third: bool) -> None:
+    """Makes what the library saved of the part that writes text a part of the whole, beside one that speaks."""
     tensors = load_file(folder / "model.safetensors")
     whole = {f"thinker.{name}": tensor for name, tensor in tensors.items()}
     save_file({**whole, "talker.model.layers.0.weight": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
@@ -178,11 +183,3 @@ def make_omni_model(folder: Path, kind: str = "qwen2.5", seed: int = 0) -> OmniR
         outer = {"architectures": ["Qwen2_5OmniModel"], "model_type": "qwen2_5_omni"}
     outer["thinker_config"] = thinker
     (folder / "config.json").write_text(json.dumps(outer))
-    tokenizer.save_pretrained(folder)
-    images: Any = Qwen2VLImageProcessorPil(
-        patch_size=PATCH, merge_size=MERGED, size={"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}
-    )
-    extractor: Any = WhisperFeatureExtractor(feature_size=16, chunk_length=WINDOW_S)
-    both = {**json.loads(extractor.to_json_string()), **json.loads(images.to_json_string())}
-    (folder / "preprocessor_config.json").write_text(json.dumps(both))
-    return OmniReference(ImageModel(folder, reference, QwenProcessor(images, tokenizer)), extractor, kind)

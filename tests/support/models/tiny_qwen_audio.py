@@ -18,12 +18,23 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from tests.support.models.tiny_towers import TEXT
 from tests.support.paths import DEMO_MODEL
 
 WINDOW_S = 2
 _TEMPLATE: Any = Qwen2AudioProcessor.default_chat_template
 TEMPLATE: str = _TEMPLATE.fget(None)
 Sound = NDArray[np.float32]
+EAR: dict[str, Any] = {
+    "num_mel_bins": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "d_model": 32,
+    "max_source_positions": 50 * WINDOW_S,
+    "initializer_range": 0.2,
+}
+"""The sizes of a tower that hears."""
 
 
 class SoundChatModel(NamedTuple):
@@ -59,25 +70,12 @@ def make_sound_model(folder: Path, seed: int = 0) -> SoundChatModel:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
     tokenizer.chat_template = TEMPLATE
     config = Qwen2AudioConfig(
-        audio_config={
-            "num_mel_bins": 16,
-            "encoder_layers": 2,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 48,
-            "d_model": 32,
-            "max_source_positions": 50 * WINDOW_S,
-            "initializer_range": 0.2,
-        },
+        audio_config=EAR,
         text_config={
+            **TEXT,
             "model_type": "qwen2",
             "vocab_size": len(tokenizer),
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
             "max_position_embeddings": 512,
-            "initializer_range": 0.2,
             "bos_token_id": None,
             "eos_token_id": None,
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from services.encoder.audio_tower import Samples
 from services.encoder.sound_tower import OmniTower
+from services.encoder.tower import TowerUnusable
 from tests.support.models.sounds import sweep
 from tests.support.models.tiny_omni import make_omni_model
 from tests.support.models.tiny_qwen_audio import WINDOW_S
@@ -27,3 +29,11 @@ def test_rows_of_sounds_are_the_librarys(kind: str, tmp_path: Path) -> None:
         assert own.std() > 0.1, "rows this flat would agree with anything"
         assert not deep.any(), "a sound adds nothing behind the first layers"
         assert (made.count, made.runs) == (len(expected), ((0, len(expected)),))
+
+
+def test_what_prepares_sounds_for_another_tower_is_refused_at_start(tmp_path: Path) -> None:
+    make_omni_model(tmp_path)
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"feature_size": 20}))
+    with pytest.raises(TowerUnusable, match=str(tmp_path)):
+        OmniTower(tmp_path)

@@ -120,3 +120,13 @@ def test_what_they_say_of_sounds_is_read(tmp_path: Path, nested: bool) -> None:
     sounds = read_sound_model(tmp_path)
     assert sounds is not None
     assert (sounds.sample_rate, sounds.window_s) == (8_000, 7)
+
+
+@pytest.mark.parametrize("said", [{"sampling_rate": 0}, {"chunk_length": -1}])
+def test_sounds_that_no_window_has_room_for_are_not_read(tmp_path: Path, said: dict[str, int]) -> None:
+    """Which is for the encoder to say; nobody else ends by them."""
+    write(tmp_path, "preprocessor_config.json", said)
+    write(tmp_path, "config.json", {"architectures": ["Qwen2AudioForConditionalGeneration"]})
+    sounds = read_sound_model(tmp_path)
+    assert sounds is not None
+    assert (sounds.sample_rate, sounds.window_s) == (16_000, 30)
