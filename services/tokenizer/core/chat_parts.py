@@ -31,7 +31,7 @@ class ChatParts:
     """Knows what stands for parts in the prompts of one model. Stateless."""
 
     def __init__(self, special_tokens: dict[str, str]) -> None:
-        """`special_tokens`: see `IMAGE_TOKENS` and `VIDEO_TOKENS`."""
+        """`special_tokens`: see `IMAGE_TOKENS`, `VIDEO_TOKENS` and `SOUND_TOKEN`."""
         self._image, self._image_end = special_tokens.get(IMAGE_TOKEN, ""), special_tokens.get(IMAGE_END, "")
         self._mark, self._image_row = special_tokens.get(IMAGE_MARK), special_tokens.get(IMAGE_ROW, self._image)
         self._sound = special_tokens.get(SOUND_TOKEN, "")

@@ -1,0 +1,42 @@
+"""Parts of a chat stand where its template shows them, each kind in its own order."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.tokenizer.core.chat_parts import ChatParts
+from services.tokenizer.core.chat_template import IMAGE_TOKEN, SOUND_TOKEN
+from services.tokenizer.core.refusal import PromptRefused
+from shared.messages.generation import PromptEmbeds
+from shared.messages.tokenizer import ChatPrompt
+
+BOTH = ChatParts({IMAGE_TOKEN: "<image>", SOUND_TOKEN: "<sound>"})
+ALONE = ChatParts({IMAGE_TOKEN: "<sound>"})
+"""Of a model that hears and does not see."""
+
+
+def chat(images: tuple[int, ...] = (), sounds: tuple[int, ...] = ()) -> ChatPrompt:
+    rows = PromptEmbeds(dtype="float32", size=1, rows=b"")
+    return ChatPrompt(messages=b"[]", embeds=(rows,) * len(images + sounds), images=images, sounds=sounds)
+
+
+def test_images_and_sounds_stand_in_the_order_of_a_chat() -> None:
+    text = "<image> and <sound>, <sound> and <image>"
+    given = chat(images=(0, 3), sounds=(1, 2))
+    assert BOTH.placed(text, given) == (text, [0, 1, 2, 3])
+    assert [BOTH.token_of(given, part) for part in range(4)] == ["<image>", "<sound>", "<sound>", "<image>"]
+    assert ALONE.placed("<sound><sound>", chat(images=(0, 1))) == ("<sound><sound>", [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("parts", "given", "what"),
+    [
+        (BOTH, chat(images=(0,)), "each of the 1 images and parts of type prompt_embeds once"),
+        (BOTH, chat(images=(0,), sounds=(1,)), "each of the 2 images and sounds and parts of type prompt_embeds once"),
+        (ALONE, chat(images=(0,)), "each of the 1 images or sounds and parts of type prompt_embeds once"),
+    ],
+)
+def test_what_a_template_does_not_show_is_named(parts: ChatParts, given: ChatPrompt, what: str) -> None:
+    with pytest.raises(PromptRefused) as refused:
+        parts.placed("nothing", given)
+    assert what in refused.value.message
