@@ -169,8 +169,8 @@ class StackSettings(Struct, frozen=True, kw_only=True):
     ksm: Annotated[
         bool,
         Meta(
-            description="Let the kernel keep equal pages of the stack's processes once, where this host does "
-            "(/sys/kernel/mm/ksm/run is 1; Linux from 6.4 on)."
+            description="Let the kernel keep equal pages of the stack's processes on this machine once, where it does "
+            "that (/sys/kernel/mm/ksm/run is 1; Linux from 6.4 on)."
         ),
         UpOption(RUN),
     ] = False

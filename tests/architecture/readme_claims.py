@@ -87,6 +87,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
         "tests/integration/worker/test_encoders.py",
         "tests/integration/cluster/test_images.py",
         "tests/integration/cluster/test_images_in_place.py",
+        "tests/integration/cluster/test_omni.py",
         "tests/integration/offline/test_videos.py",
         "tests/integration/offline/test_sounds.py",
         "tests/integration/clients/test_audio.py",

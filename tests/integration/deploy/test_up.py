@@ -84,7 +84,9 @@ def test_a_supervisor_that_is_ready_lets_go_of_code_that_only_a_start_runs(detac
     supervisor = psutil.Process(present(detached).pid)
 
     def resident() -> int:
-        return sum(found.rss for found in supervisor.memory_maps() if "libcrypto" in found.path)
+        mapped = [found.rss for found in supervisor.memory_maps() if "libcrypto" in found.path]
+        assert mapped, "what was let go of is mapped all the same"
+        return sum(mapped)
 
     deadline = time.monotonic() + CHANGE_DEADLINE  # it does so once it has said that it is ready
     while resident() > 1 << 20:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from deploy.cli.up.run import curl_line
+from deploy.cli.up.run import curl_line, run_stack
+from deploy.errors import CommandError
 from tests.unit.deploy.cli.up.test_choices import spec
 
 WORDS = {"served_model_name": "it's", "api_keys": ("secret",)}
@@ -45,3 +46,9 @@ def test_an_encoder_is_asked_for_what_it_makes(tmp_path: Path) -> None:
 def test_a_key_is_in_it_where_one_is_needed(tmp_path: Path, settings: dict[str, dict[str, str]]) -> None:
     words = line(tmp_path, "LlamaForCausalLM", settings=settings)
     assert any(word.startswith("Authorization") for word in words) == bool(settings)
+
+
+def test_a_kernel_that_cannot_merge_pages_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.machine.equal_pages._PR_SET_MEMORY_MERGE", 1 << 30)  # which no kernel knows
+    with pytest.raises(CommandError, match=r"--ksm: this kernel cannot merge equal pages \("):
+        run_stack(spec(ksm=True))
