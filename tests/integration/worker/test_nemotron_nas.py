@@ -140,6 +140,7 @@ def changed(part: str, block: int, keys: dict[str, Any]) -> dict[str, Any]:
         (attention(3, n_heads_in_group=None), r"block_configs\[3\]\.attention\.n_heads_in_group None"),
         (ffn(0, moe={"num_local_experts": 4}), r"block_configs\[0\]\.ffn: .*unknown field `moe`"),
         (ffn(0, hidden_act="gelu"), r"block_configs\[0\]\.ffn: Invalid enum value 'gelu'"),
+        (ffn(0, gated=False), r"block_configs\[0\]\.ffn: Invalid enum value False - at `\$\.gated`"),
         (ffn(0, intermediate_size=None), r"block_configs\[0\]\.ffn: intermediate_size None, ffn_mult None"),
         ({"num_hidden_layers": 3}, "9 blocks are described, num_hidden_layers is 3"),
         ({"block_configs": None}, "block_configs, or num_key_value_heads_per_layer and intermediate_size, are missing"),

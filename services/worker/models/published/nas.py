@@ -115,8 +115,9 @@ def _blocks(own: _RawNas) -> Iterator[_Block]:
 
 
 def _part(raw: Mapping[str, Any], kind: type[Any], where: str) -> Any:
-    """What is asked for: keys that are null or false ask for nothing."""
-    asked = {key: value for key, value in raw.items() if value not in (None, False) and key not in _OF_TRAINING}
+    """What is asked for: keys that are null ask for nothing, nor do unknown ones that are false."""
+    given = {key: value for key, value in raw.items() if value is not None and key not in _OF_TRAINING}
+    asked = {key: value for key, value in given.items() if key in kind.__struct_fields__ or value not in (False, 0)}
     try:
         return msgspec.convert(asked, kind)
     except msgspec.ValidationError as error:
