@@ -132,7 +132,7 @@ class DeviceRunner(StepRunner):
         forwarded = self._clock.mark()
         choices = batch.choices
         if rank.guided:
-            self._pending.finish_for(rank.guided.with_grammar(batch.sampled_indices))
+            self._pending.finish_for(batch.sampled_indices[rank.guided.with_grammar(batch.sampled_indices)])
             rank.request_masks(rank.guided, batch)
             choices = masked(rank.guided, choices)
         logits, scored = split_logits(batch, logits, self.find_logprobs)

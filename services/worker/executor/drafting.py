@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,8 +102,7 @@ class RankDrafting:
         else:
             drafts = DraftTokens.none(len(speculating))
         if self._guided:  # a mask follows one path
-            guided = np.isin(request.seq_indices, self._guided.with_grammar(request.seq_indices))
-            drafts = drafts.on_host().without_branches(guided)
+            drafts = drafts.on_host().without_branches(self._guided.with_grammar(request.seq_indices))
         if communicator.world_size == 1:
             return drafts
         trees = self.settings.tree is not None

@@ -6,7 +6,7 @@ preparing waits until all steps before it are computed:
 
 - whoever drafts, and a grammar that forces tokens, reads what sequences hold: such a step is prepared when it is
   launched; and how many drafts are accepted decides how long sequences are behind it;
-- a sequence that leaves gives its row up only when nobody draws for it any more.
+- a sequence that leaves gives its row up only when nobody draws for it any more, and so does an adapter its slot.
 
 Ranks that compute together, those of a data-parallel group too, and the stages of a pipeline go step by step.
 """
@@ -21,7 +21,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.backend import StepOutput
@@ -30,7 +29,7 @@ from services.worker.batch.decode_reuse import DecodeReuse
 from services.worker.batch.draft_trees import AcceptedPaths, accepted_rows
 from services.worker.batch.pooled_rows import NO_VECTORS
 from services.worker.batch.prompt_rows import ScoredPromptRows
-from services.worker.batch.rows import Indices, Int32s
+from services.worker.batch.rows import Int32s
 from services.worker.batch.staging import rows_in_place
 from services.worker.distributed.lockstep import LatestStep
 from services.worker.executor.pending import ExpectedSteps
@@ -100,7 +99,8 @@ class HostRunner(StepRunner):
             self._latest = HostStep(self, plan)
             return self._latest
         latest = self._latest
-        if latest is not None and not latest.computed and (plan.released or not latest.lengths_known):
+        leaves = plan.released or plan.forget_loras
+        if latest is not None and not latest.computed and (leaves or not latest.lengths_known):
             self.wait()
         self._latest = HostStep(self, plan, self._inputs(plan), prepared=True)
         return self._latest
@@ -114,7 +114,8 @@ class HostRunner(StepRunner):
     def _inputs(self, plan: StepPlan) -> _Inputs | HostDecode | None:
         """None where there is nothing to compute."""
         rank, sequences = self.rank, self.rank.sequences
-        if plan.released or plan.new or plan.transfers or plan.connector is not None:
+        changed = plan.released or plan.new or plan.transfers or plan.forget_loras
+        if changed or plan.connector is not None:
             rank.update_sequences(plan)
         if not rank.draws:
             for sequence in plan.released:
@@ -142,34 +143,23 @@ class HostRunner(StepRunner):
     def _made(self, plan: StepPlan) -> Batch | HostDecode | None:
         """Builds the step of a plan from scratch; None if there is nothing to compute."""
         self._forget()
-        sequences = self.rank.sequences
+        rank, sequences = self.rank, self.rank.sequences
         scheduled = sequences.scheduled(plan.work) if plan.work else None
         if scheduled is None or not scheduled.work:
             return None
-        proposed = self.rank.drafting.propose(scheduled)
+        proposed = rank.drafting.propose(scheduled)
         drafts = None if proposed is None else proposed.on_host()
-        decodes = None if self.rank.drafting.observes else self._decodes
-        copied = plan.restored or plan.checkpoints
-        if decodes is not None and not copied:
-            asking = scheduled.seq_indices
-            decode = decodes.first(scheduled, drafts, self._guided(asking), self._processed(asking))
-            if decode is not None:
+        decodes = None if rank.drafting.observes else self._decodes
+        if decodes is not None and not (plan.restored or plan.checkpoints):
+            guided = rank.guided.with_grammar(scheduled.seq_indices) if rank.guided else None
+            processed = rank.processors.asked_by(scheduled.seq_indices) if rank.processors else None
+            if (decode := decodes.first(scheduled, drafts, guided, processed)) is not None:
                 return decode
         batch = sequences.batch(scheduled, drafts)
         if decodes is None or not decodes.knows(scheduled.seq_indices):
             self._reuse.remember(plan.work, batch)
         copies = sequences.state_copies(plan)
         return batch if copies is NO_COPIES else replace(batch, copies=copies)
-
-    def _guided(self, seq_indices: Indices) -> NDArray[np.bool_] | None:
-        """[W] who has a grammar; None where nobody does."""
-        guided = self.rank.guided
-        return np.isin(seq_indices, guided.with_grammar(seq_indices)) if guided else None
-
-    def _processed(self, seq_indices: Indices) -> NDArray[np.bool_] | None:
-        """[W] who asks for a logits processor; None where nobody does."""
-        processors = self.rank.processors
-        return np.isin(seq_indices, processors.asked_by(seq_indices)) if processors else None
 
     def _forget(self) -> None:
         """The next batch is made anew."""
@@ -248,7 +238,9 @@ class HostRunner(StepRunner):
             decode.finish(mask)
         logprobs = decode.logprobs
         if draws.left is not None:
-            logprobs += self._draw_left(step, decode, draws.left, mask)
+            logprobs += self._draw_left(decode, draws.left, mask)
+        if processors := rank.processors or None:  # of those, too, that have failed before they were applied
+            step.failed += processors.take_failed()
         drafted = bool(rows.drafted.any())
         if not (logprobs or drafted or masked is not None or draws.left is not None):
             return forward
@@ -262,16 +254,13 @@ class HostRunner(StepRunner):
             guided.accept(masked.seq_indices, verdict.counts[masked.places], verdict.tokens[masked.places])
         return forward
 
-    def _draw_left(
-        self, step: HostStep, decode: HostDecode, left: RowsOfSome, mask: TokenMask | None
-    ) -> tuple[RowLogprobs, ...]:
+    def _draw_left(self, decode: HostDecode, left: RowsOfSome, mask: TokenMask | None) -> tuple[RowLogprobs, ...]:
         """Has the sampler draw the rows that the library left; their log-probabilities, of the step's rows."""
         rank, (logits, choices) = self.rank, decode.left_logits(left)
         if mask is not None:
             choices = choices.masked(left.own(mask))
         if processors := rank.processors or None:
             choices = processors.process(logits, choices, rank.sequences.history, rank.sequences.generations)
-            step.failed += processors.take_failed()
         drawn = self.draw(logits, choices, rank.sequences.history)
         assert drawn.undefined is not None, "it was looked for"
         decode.accept(left, drawn.tokens, drawn.undefined)

@@ -214,7 +214,7 @@ class RankState:
         """(logits, the last hidden state of every row where the proposer wants it, or some of `batch` are pooled).
         Without a `batch`, as measurements are, rows are of the base model and none is pooled.
 
-        Rows with an adapter are not computed by what was captured, nor by the library's whole pass."""
+        Rows with an adapter are not computed by what was captured."""
         if self.states is None or batch is None:
             return self._pass(ids, meta, batch)
         self.states.restore(batch.copies.restored)

@@ -87,9 +87,9 @@ class GuidedSequences:
         failed, self._failed = tuple(self._failed), []
         return failed
 
-    def with_grammar(self, seq_indices: Indices) -> Indices:
-        """Those of `seq_indices` whose sequences have a grammar."""
-        return np.array([seq_index for seq_index in seq_indices.tolist() if seq_index in self._guided], dtype=np.intp)
+    def with_grammar(self, seq_indices: Indices) -> NDArray[np.bool_]:
+        """[W] whether each one's sequence has a grammar."""
+        return np.array([seq_index in self._guided for seq_index in seq_indices.tolist()], dtype=np.bool_)
 
     def jump_forward(self, seq_indices: Indices, limits: list[int]) -> list[tuple[int, ...]]:
         """Tokens that each sequence will probably go on with, as its grammar leaves no other text: up to `limits`."""

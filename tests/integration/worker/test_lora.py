@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec.structs import replace
@@ -16,7 +16,9 @@ from services.worker.executor.host_runner import HostRunner
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from services.worker.speculation.settings import read_speculation
-from shared.ids import LoraId, ModelName
+from shared.ids import Incarnation, LoraId, ModelName, SequenceId
+from shared.messages.worker import NewSequence, SequenceWork, StepPlan
+from shared.packing import pack
 from tests.support.models.library_models import library_model
 from tests.support.models.tiny_adapters import ALL_LINEAR, linear_layers, peft_adapter, write_adapter
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
@@ -232,6 +234,32 @@ def test_more_adapters_than_slots_take_turns(tmp_path: Path) -> None:
         driver.add(prompt(8), 4, lora=each.lora(name))
     with pytest.raises(ValueError, match="a step has 3 adapters; max_loras is 2"):
         driver.run()
+
+
+def test_one_that_is_gone_is_forgotten_while_others_decode_but_in_no_step_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = serve("llama", tmp_path, made=lambda model, to: {"gone": write_adapter(model, to / "gone")}, ops="native")
+    slots, gone = each.backend.adapters, each.lora("gone")
+    assert slots is not None
+    assert gone is not None
+
+    def plan(step: int, count: int, **others: Any) -> StepPlan:
+        work = (SequenceWork(SequenceId(0), count, b"" if step else pack([0]), True),)
+        return StepPlan(epoch=Incarnation(1), step=step, work=work, **others)
+
+    new = NewSequence(
+        sequence=SequenceId(0), tokens=pack(prompt(1, 4)), prompt_length=4, computed=0, blocks=b"", sampling=GREEDY
+    )
+    with each.backend.compute_context():
+        under_way = each.backend.prepare(plan(0, 4, new=(new,)))
+        monkeypatch.setattr(each.backend, "wait", under_way.launch)
+        slots.remove(ModelName("gone"))
+        step = each.backend.prepare(plan(1, 1, forget_loras=(gone,)))
+        assert under_way.computed
+        assert gone not in slots.numbers
+        step.launch()
+    assert len(step.result().sampled) == 1
 
 
 @pytest.mark.features("LoRA", "preemption", "prefix cache")

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from services.worker.backend import run_step
 from services.worker.executor.host_runner import HostRunner
+from services.worker.graphs.host_decodes import HostDecode
+from services.worker.ops.interface import OpsName
 from services.worker.sampling.plugins.interface import BatchUpdate, LogitsProcessor, ProcessorConfig, ProcessorParams
 from services.worker.sampling.plugins.request_processors import load_processors
 from services.worker.speculation.settings import read_speculation
@@ -24,6 +26,7 @@ from shared.packing import pack
 from shared.plugins.entry_points import PluginError
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.plugin_packages import EXAMPLES, pip_installed, written_package
+from tests.support.worker.launched_rank import begin_step
 from tests.support.worker.plan_driver import Driver, Sequence
 from tests.support.worker.tiny_backend import tiny_backend
 
@@ -132,13 +135,14 @@ def test_only_requests_that_ask_are_processed(tiny: TinyModel, example: Path, mo
 
 
 @pytest.mark.features("logits processors", "speculative")
-def test_drafts_change_nothing(tiny: TinyModel) -> None:
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_drafts_change_nothing(ops: OpsName, tiny: TinyModel) -> None:
     processors = {"never_again": NeverAgain}
     wanted = [asking(never_again=True), asking(), asking(3, 0.7, never_again=True), asking(never_again=True)]
-    alone = run(tiny_backend(tiny.path, processors=processors), *wanted)
+    alone = run(tiny_backend(tiny.path, ops=ops, processors=processors), *wanted)
     assert all(len(set(output)) == len(output) for output in (alone[0], alone[2], alone[3]))
     drafting = read_speculation('{"method": "ngram", "num_speculative_tokens": 4}')
-    backend = tiny_backend(tiny.path, processors=processors, speculation=drafting)
+    backend = tiny_backend(tiny.path, ops=ops, processors=processors, speculation=drafting)
     assert run(backend, *wanted, speculate=4) == alone
 
 
@@ -180,13 +184,39 @@ def failures(backend: HostRunner, *wanted: SamplingOptions, steps: int) -> Mappi
     return failed
 
 
-def test_one_that_fails_ends_its_sequence_and_no_other(tiny: TinyModel) -> None:
-    backend = tiny_backend(tiny.path, processors={"never_again": NeverAgain})
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_one_that_fails_ends_its_sequence_and_no_other(ops: OpsName, tiny: TinyModel) -> None:
+    backend = tiny_backend(tiny.path, ops=ops, processors={"never_again": NeverAgain})
     wanted = [asking(never_again=True), asking(never_again="fail"), asking(), asking(never_again="confuse")]
     bug = "the logits processor never_again failed: RuntimeError('a bug')"
     assert failures(backend, *wanted, steps=2) == {3: ("processor", bug)}
     backend.reset()
     assert failures(backend, *wanted, steps=4) == {1: ("processor", bug), 3: ("processor", bug)}
+
+
+def test_one_that_fails_before_its_first_decode_ends_its_sequence(tiny: TinyModel) -> None:
+    """It comes with its prompt computed, as behind a hand-over, so that no step of many calls says so."""
+    backend, tokens = tiny_backend(tiny.path, ops="native", processors={"never_again": NeverAgain}), [5, 6, 7, 8]
+
+    def computed(step: int, new: NewSequence, count: int, **others: Any) -> Any:
+        work = (SequenceWork(new.sequence, count, b"" if step else pack([0]), True),)
+        return begin_step(backend, StepPlan(epoch=Incarnation(1), step=step, new=(new,), work=work, **others))
+
+    first = NewSequence(
+        sequence=SequenceId(0), tokens=pack(tokens), prompt_length=4, computed=0, blocks=b"", sampling=asking()
+    )
+    tokens += computed(0, first, 4).result().sampled[0].tokens
+    second = NewSequence(
+        sequence=SequenceId(1),
+        tokens=pack(tokens),
+        prompt_length=4,
+        computed=4,
+        blocks=pack([0]),
+        sampling=asking(never_again="confuse"),
+    )
+    step = computed(1, second, 1, released=(first.sequence,))
+    assert isinstance(step.inputs, HostDecode)
+    assert [(each.sequence, each.fault) for each in step.result().failed] == [(second.sequence, "processor")]
 
 
 def test_arguments_that_no_processor_has_are_refused(tiny: TinyModel) -> None:

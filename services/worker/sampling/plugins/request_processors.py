@@ -121,9 +121,9 @@ class RequestProcessors:
         """Forgets the sequence at `seq_index`, whether or not it asks for a processor."""
         self._asking.pop(seq_index, None)
 
-    def asked_by(self, seq_indices: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Those of `seq_indices` whose sequences ask for one."""
-        return np.array([seq_index for seq_index in seq_indices.tolist() if seq_index in self._asking], dtype=np.intp)
+    def asked_by(self, seq_indices: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """[W] whether each one's sequence asks for one."""
+        return np.array([seq_index in self._asking for seq_index in seq_indices.tolist()], dtype=np.bool_)
 
     def take_failed(self) -> tuple[SequenceFailed, ...]:
         """The sequences that no processor is applied to any more, each once. What is drawn for them means nothing."""
