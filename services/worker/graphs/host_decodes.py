@@ -274,7 +274,7 @@ class HostDecodes:
         caches: KvCaches,
         sequences: SequenceTable,
         max_num_seqs: int,
-        loras: LoraSlots | None = None,
+        loras: LoraSlots | None,
     ) -> HostDecodes | None:
         """None where the library has no pass for decodes of `model`."""
         native = model.native if isinstance(model, Decoder) else None

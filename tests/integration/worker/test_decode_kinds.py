@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,15 +150,19 @@ def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("speculate", [0, 8])
 def test_grammars_beside_others(speculate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tokens that grammars force, and without."""
+    """With tokens that grammars force, and without; one draw of those with a grammar is left to the sampler."""
     path = spelling_model(tmp_path).path
     backend = tiny_backend(path, ops="native", dtype="float32", kv_memory_bytes=64 << 20)
 
     def documents(runner: HostRunner) -> list[tuple[object, object]]:
         engine = GuidedEngine(runner, speculate=speculate)
+        asking: list[tuple[Grammar | None, dict[str, Any]]] = [
+            *((FORCING, {}), (None, {}), (FORCING, {"logprobs": 1}), (None, {"logprobs": 2})),
+            (FORCING, {"bad_words": ((5,), (6, 7))}),
+        ]
         each = [
-            engine.add(prompt(5 + n, n), grammar, SamplingOptions(seed=n, temperature=0.5, logprobs=logprobs), 60)
-            for n, (grammar, logprobs) in enumerate([(FORCING, None), (None, None), (FORCING, 1), (None, 2)])
+            engine.add(prompt(5 + n, n), grammar, SamplingOptions(seed=n, temperature=0.5, **how), 60)
+            for n, (grammar, how) in enumerate(asking)
         ]
         engine.run()
         return [(one.output, one.logprobs) for one in each]
@@ -165,5 +170,6 @@ def test_grammars_beside_others(speculate: int, tmp_path: Path, monkeypatch: pyt
     expected = documents(by_many_calls(backend))
     computed = count_runs(backend, monkeypatch)
     assert documents(backend) == expected
-    assert any(step.run.draws.masked is not None and len(step.run.draws.masked.places) == 2 for step in computed)
+    assert any(step.run.draws.masked is not None and len(step.run.draws.masked.places) == 3 for step in computed)
+    assert any(step.run.draws.left is not None and 4 in step.run.draws.left.places for step in computed)
     assert any(step.run.call.rows > step.run.call.count for step in computed) == (speculate > 0)

@@ -107,10 +107,13 @@ def test_rows_of_a_packed_table_are_what_its_codes_stand_for(level: Level, dtype
 
 
 @pytest.mark.parametrize("rows", [4, 24])
-@pytest.mark.parametrize(("code", "least", "zero"), [("int8", 128, None), ("int4", 0, 15), ("int4", 15, 0)])
-def test_the_greatest_sum_of_a_group_is_exact(code: Code, least: int, zero: int | None, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("code", "least", "zero", "groups"),
+    [("int8", 128, None, 2), ("int8", 128, None, 1), ("int8", 127, None, 1), ("int4", 0, 15, 2), ("int4", 15, 0, 2)],
+)
+def test_the_greatest_sum_of_a_group_is_exact(code: Code, least: int, zero: int | None, groups: int, rows: int) -> None:
     """512 times a row's greatest element and the code furthest from 0: 32 bits just hold it."""
-    ops, scales = native(torch.bfloat16), torch.ones(64, 2)
+    ops, scales = native(torch.bfloat16), torch.ones(64, groups)
     zeros = None if zero is None else torch.full((64, 2), zero, dtype=torch.uint8)
     weight = QuantizedWeight(code, torch.full((64, 1024), least, dtype=torch.uint8), scales, zeros)
     x = (torch.ones(4, 1024) * torch.tensor([[1.0], [-1.0], [0.0], [3.0]])).repeat(rows // 4, 1)
