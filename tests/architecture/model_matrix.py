@@ -64,6 +64,7 @@ ARCHITECTURES = (
     Architecture("Zamba2", True, "zamba2"),
     Architecture("LFM2", True, "lfm2"),
     Architecture("LFM2-MoE", True, "lfm2-moe"),
+    Architecture("LFM3", True, "lfm3"),
     Architecture("Mamba", True, "mamba"),
     Architecture("FalconMamba", True, "falcon-mamba"),
     Architecture("Jamba", True, "jamba"),

@@ -310,7 +310,7 @@ def _expert_load(loaded: LoadedModel) -> ExpertLoad | None:
 def _layer_groups(loaded: LoadedModel, settings: BackendSettings) -> tuple[KvCacheGroup, ...]:
     """The groups that the decoder uses from here on; empty where all layers have one block table. Raises ModelError
     where groups are insisted on and cannot be."""
-    if settings.hybrid_kv_cache == "off":
+    if settings.hybrid_kv_cache == "off" or loaded.decoder.state_bytes:
         return ()
     stage, layers = loaded.stage, settings.model.layers
     stages = [stage_of(loaded.config, each, stage.count, layers).num_layers for each in range(stage.count)]

@@ -200,6 +200,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The mixer of layers that have one with states in place of attention; None: there are none."""
     gated_attention: bool = False
     """How much of each element that attention gives is taken is computed, beside its query (Qwen3-Next)."""
+    head_gates: bool = False
+    """How much of what each head gives is taken is computed of the row that attention reads (LFM3)."""
     rotary_dim: int | None = None
     """So many elements of a head are rotated, the first ones; None: all of them."""
     rotary_pairs: bool = False
@@ -348,8 +350,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Of one layer."""
         if self.latent is not None:
             return self.latent.parameters(self.hidden_size, self.num_heads)
-        gates = self.num_heads if self.gated_attention else 0
-        return self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads + gates)
+        elements = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        gates = self.num_heads * self.head_dim if self.gated_attention else self.num_heads if self.head_gates else 0
+        return self.hidden_size * (elements + gates)
 
     def _repeated_parameters(self, layer: LayerConfig) -> int:
         """What makes keys and values that are others of the same layer."""

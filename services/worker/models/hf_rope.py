@@ -14,6 +14,7 @@ from services.worker.models.rope import (
     LinearRope,
     Llama3Rope,
     PlainRope,
+    ProportionalRope,
     Rope,
     YarnRope,
     yarn_magnitude,
@@ -22,7 +23,7 @@ from services.worker.models.rope import (
 from shared.messages.generation import POSITION_AXES
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-"""Of any model; `longrope` is of those whose reader knows of it."""
+"""Of any model; `longrope` and `proportional` are of those whose reader knows of them."""
 
 
 class RawRope(Struct, kw_only=True, omit_defaults=True):
@@ -98,11 +99,12 @@ def read_ropes(
     positions: int,
     partly: bool = False,
     longrope: bool = False,
+    proportional: bool = False,
 ) -> Ropes:
     """Both rotations. `partly`: heads may be rotated in part. `longrope`: whoever asks serves no more than
-    `Ropes.max_positions`, and asks for `Ropes.rotated_of`. `theta` and `local_theta` hold where the parameters name no
-    base; without `local_theta`, sliding layers rotate as the others do. Raises ModelError for a kind of scaling that is
-    not supported."""
+    `Ropes.max_positions`, and asks for `Ropes.rotated_of`. `proportional`: some frequencies of a head may rotate
+    nothing. `theta` and `local_theta` hold where the parameters name no base; without `local_theta`, sliding layers
+    rotate as the others do. Raises ModelError for a kind of scaling that is not supported."""
     flat, nested = _decode(parameters)
     full_raw = scaling or flat or (nested.full_attention if nested else None) or RawRope()
     share = full_raw.partial_rotary_factor if partly else None
@@ -114,6 +116,10 @@ def read_ropes(
     factored = any(isinstance(each, FactoredRope) for each in (full, sliding))
     if factored and not (longrope and sliding is full):
         raise ModelError(f"rope_type 'longrope' is not supported for this architecture; supported: {', '.join(_KINDS)}")
+    if not proportional and any(isinstance(each, ProportionalRope) for each in (full, sliding)):
+        raise ModelError(
+            f"rope_type 'proportional' is not supported for this architecture; supported: {', '.join(_KINDS)}"
+        )
     return Ropes(
         *(
             full,
@@ -158,6 +164,8 @@ def _decode(parameters: msgspec.Raw) -> tuple[RawRope | None, _ByLayerType | Non
 
 def _rope(raw: RawRope, default_theta: float, positions: int) -> Rope:
     theta = default_theta if raw.rope_theta is None else raw.rope_theta
+    if (raw.rope_type or raw.type) == "proportional":
+        return _proportional(raw, theta)
     if raw.partial_rotary_factor not in (None, 1.0):
         raise ModelError(f"partial_rotary_factor {raw.partial_rotary_factor} is not supported")
     match raw.rope_type or raw.type or "default":
@@ -183,6 +191,13 @@ def _rope(raw: RawRope, default_theta: float, positions: int) -> Rope:
             return _longrope(raw, theta, positions)
         case other:
             raise ModelError(f"rope_type {other!r} is not supported; supported: {', '.join(_KINDS)}, longrope")
+
+
+def _proportional(raw: RawRope, theta: float) -> ProportionalRope:
+    share = 1.0 if raw.partial_rotary_factor is None else raw.partial_rotary_factor
+    if not 0 <= share <= 1:
+        raise ModelError(f"partial_rotary_factor {share} is not between 0 and 1")
+    return ProportionalRope(theta, share, 1.0 if raw.factor is None else _need(raw, "factor"))
 
 
 def _yarn(raw: RawRope, theta: float, positions: int) -> YarnRope:

@@ -35,7 +35,7 @@ from services.worker.models.residual.skips import check_skips
 from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
 from services.worker.models.sharding import LayerShard, PipelineStage, columns_of, shard_of, stage_of
 from services.worker.models.shared_blocks.depths import DepthLoader, home_of
-from services.worker.models.states.gated_attention import read_gated_inputs
+from services.worker.models.states.gated_attention import read_gated_inputs, read_head_gates
 from services.worker.models.states.layer_mixers import read_state_mixer
 from services.worker.models.states.multipliers import Scales, mixer_scales, mlp_scales
 from services.worker.models.weights import (
@@ -289,6 +289,7 @@ class _Loader:
             sinks=self._sinks(f"{name}.sinks") if config.attention_sinks else None,
             slopes=alibi_slopes(config.num_heads)[slice(*self._share.heads)].to(self._device) if config.alibi else None,
             row_norms=self._row_norms(name) if config.norms_all_heads else None,
+            gate=read_head_gates(self._matrices, config, self._share, name) if config.head_gates else None,
         )
 
     def _head_norm(self, name: str) -> Tensor:

@@ -59,7 +59,17 @@ class FactoredRope(Struct, frozen=True, tag=True):
     """What cosines and sines are multiplied by."""
 
 
-Rope = PlainRope | LinearRope | Llama3Rope | YarnRope | FactoredRope
+class ProportionalRope(Struct, frozen=True, tag=True):
+    """The first frequencies of a whole head's rotation; what the others would rotate stays as it is (Gemma 4, LFM3)."""
+
+    theta: float
+    share: float
+    """How many of the frequencies rotate."""
+    factor: float
+    """What they are divided by."""
+
+
+Rope = PlainRope | LinearRope | Llama3Rope | YarnRope | FactoredRope | ProportionalRope
 
 
 def cos_sin_table(rope: Rope, head_dim: int, positions: int) -> Tensor:
@@ -119,6 +129,9 @@ def _frequencies(rope: Rope, head_dim: int) -> Tensor:
             return plain / rope.factor
         case FactoredRope():
             return plain / torch.tensor(rope.factors)
+        case ProportionalRope():
+            rotating = int(rope.share * head_dim // 2)
+            return torch.cat((plain[:rotating] / rope.factor, torch.zeros(head_dim // 2 - rotating)))
         case Llama3Rope():
             return _llama3_frequencies(rope, plain)
         case YarnRope():

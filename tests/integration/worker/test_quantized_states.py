@@ -51,6 +51,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "falcon-mamba": _SELECTIVE,
     "jamba": {"mamba_dt_rank": 32, "mamba_d_state": 16},
     "lfm2-moe": {"moe_intermediate_size": 64},
+    "lfm3": {},
 }
 """So that inputs are whole groups."""
 
@@ -79,6 +80,8 @@ def quantised_states(path: Path, method: str, family: str, **changes: Any) -> Ti
         *by_lane(["minimax"], "fp8 of blocks", "torch"),
         *by_lane(["lfm2"], "awq", "native"),
         *by_lane(["lfm2-moe"], "fp8 of blocks", "torch"),
+        *by_lane(["lfm3"], "int8", "native"),
+        *by_lane(["lfm3"], "fp8 of blocks", "torch"),
         *by_lane(["mamba"], "int8", "native"),
         *by_lane(["falcon-mamba"], "packed", "torch"),
         *by_lane(["jamba"], "gptq", "native"),

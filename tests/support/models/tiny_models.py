@@ -170,6 +170,18 @@ _CONVOLUTION: dict[str, Any] = {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
 }
+_LFM3: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+    "sliding_window": 24,
+    "conv_L_cache": 4,
+    "conv_bias": True,
+    "attention_bias": True,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+    },
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -300,6 +312,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "zamba2": ("Zamba2Config", _ZAMBA2),
     "lfm2": ("Lfm2Config", {**_CONVOLUTION, "block_multiple_of": 16}),
+    "lfm3": ("Lfm3Config", _LFM3),
     "lfm2-moe": ("Lfm2MoeConfig", {**_CONVOLUTION, **_EXPERTS, "num_dense_layers": 1}),
     "gemma2": (
         "Gemma2Config",
@@ -314,12 +327,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 STATE_FAMILIES = (
     *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
-    *("olmo-hybrid", "kimi-linear", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe"),
+    *("olmo-hybrid", "kimi-linear", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe", "lfm3"),
     *("mamba", "falcon-mamba", "jamba", "zamba2"),
 )
 """With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions or lightning attention."""
 IN_EXTRAS = (
-    *("olmo-hybrid", "kimi-linear", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe"),
+    *("olmo-hybrid", "kimi-linear", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "lfm3"),
     *("falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4"),
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""

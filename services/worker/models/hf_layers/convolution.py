@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 CONVOLUTION_ARCHITECTURES = ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM")
 """Those whose layers, or most of them, have a convolution's window in place of keys and values."""
+LFM3 = "Lfm3ForCausalLM"
+"""So have its layers; norms and attention are others."""
 
 
 class ChannelSizes(Struct, frozen=True, kw_only=True):

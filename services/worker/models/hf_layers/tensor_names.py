@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
+from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES, LFM3
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, KIMI_LINEAR, OLMO_HYBRID
 from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
 from services.worker.models.hf_layers.selective import JAMBA
@@ -12,6 +12,9 @@ from services.worker.models.hf_layers.shared import ZAMBA2
 
 GRANITE = "GraniteMoeHybridForCausalLM"
 NEMOTRON_H = "NemotronHForCausalLM"
+
+
+HEAD_GATE = "g_proj"
 
 
 class TensorNames(NamedTuple):
@@ -35,6 +38,9 @@ class TensorNames(NamedTuple):
     qkv_by_group: bool = False
     """What lies in one module lies there for each key/value head, with its queries, one behind the other."""
     attention_output: str = "o_proj"
+    head_gate: str = "gate_proj"
+    """What says how much of each head is taken, in models that have it; `transformers`, and so adapters, call it
+    `HEAD_GATE`."""
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     mlp: str = "mlp"
@@ -196,6 +202,17 @@ _NAMES = {
             down="w2",
             expert_correction="expert_bias",
         ),
+    ),
+    LFM3: TensorNames(
+        final_norm="model.embedding_norm.weight",
+        input_norm="operator_norm",
+        mlp_norm="ffn_norm",
+        attention_post_norm="post_operator_norm",
+        mlp_post_norm="post_ffn_norm",
+        mixer="conv",
+        mlp="feed_forward",
+        ups=("w1", "w3"),
+        down="w2",
     ),
 }
 

@@ -21,12 +21,12 @@ from services.worker.models.config import (
 )
 from services.worker.models.heads.rows import head_rows
 from services.worker.models.hf_layers.latent import LatentConfig
-from services.worker.models.hf_layers.tensor_names import GRANITE, TensorNames, tensor_names
+from services.worker.models.hf_layers.tensor_names import GRANITE, HEAD_GATE, TensorNames, tensor_names
 from services.worker.models.latent.loading import rotated_last
 from services.worker.models.sharding import LayerShard, MixerShard, columns_of
 from services.worker.models.states import lightning_loading
 from services.worker.models.states.delta_loading import GATES, RATES, first_of_steps, input_parts
-from services.worker.models.states.gated_attention import gated_outputs
+from services.worker.models.states.gated_attention import gated_outputs, head_gate_outputs
 from services.worker.models.states.mamba_loading import own_outputs
 from services.worker.models.states.mixer_loading import channel_outputs
 from services.worker.models.weights import DenseMlp, LayerWeights, LinearMlp, MixtureMlp, Rows
@@ -110,7 +110,9 @@ def _attention_sizes(config: ModelConfig, kv_heads: int | None) -> dict[str, tup
     kv = (kv_heads or config.num_kv_heads) * config.head_dim
     inputs = config.attention_inputs
     names = tensor_names(config.architecture)
+    gates = {f"{names.attention}.{HEAD_GATE}": (hidden, config.num_heads)} if config.head_gates else {}
     return {
+        **gates,
         **_head_sizes(names, inputs, (2 * heads if config.gated_attention else heads, kv, kv)),
         f"{names.attention}.{names.attention_output}": (heads, hidden),
     }
@@ -294,12 +296,15 @@ def _of_attention(
 ) -> Iterator[ModulesOfMatrix]:
     dim, every, names = config.head_dim, (0, config.hidden_size), tensor_names(config.architecture)
     inputs = (0, config.attention_inputs)
-    if layer.gate is not None:
+    if config.gated_attention and layer.gate is not None:
         own = gated_outputs(config, share)
         rows: tuple[Rows, ...] = (own.queries, own.keys, own.values)
         yield ModulesOfMatrix(layer.gate, inputs, (ModuleRows(f"{names.attention}.q_proj", own.gates),))
     else:
         rows = tuple(each.rows for each in head_rows(config, share, kv_heads))
+        if layer.gate is not None:
+            gates = ModuleRows(f"{names.attention}.{HEAD_GATE}", head_gate_outputs(config, share))
+            yield ModulesOfMatrix(layer.gate, every, (gates,))
     parts = (ModuleRows(f"{names.attention}.{name}", each) for name, each in zip(names.qkv, rows, strict=True))
     yield ModulesOfMatrix(layer.qkv, inputs, tuple(parts))
     output = ModuleRows(f"{names.attention}.{names.attention_output}", every)

@@ -1,5 +1,5 @@
 """Reads one layer's gated attention from a checkpoint: beside each head's query stands its gate (Qiu et al., "Gated
-Attention for Large Language Models", arXiv:2505.06708)."""
+Attention for Large Language Models", arXiv:2505.06708), or a head has one number for all its elements (LFM3)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelConfig
+from services.worker.models.hf_layers.tensor_names import tensor_names
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader, permuted
 from services.worker.models.rope import partly_rotated
 from services.worker.models.sharding import LayerShard
@@ -51,6 +52,19 @@ def read_gated_inputs(matrices: MatrixLoader, config: ModelConfig, share: LayerS
         matrices.pack_linear(matrices.join([part.matrix for part in parts]), torch.cat(biases) if biases else None),
         matrices.pack_linear(gates.matrix, gates.bias),
     )
+
+
+def read_head_gates(matrices: MatrixLoader, config: ModelConfig, share: LayerShard, name: str) -> PackedLinear:
+    """The gates of a rank's heads in the attention whose tensors begin with `name`, that of a head once for each of its
+    elements. Raises ModelError."""
+    module = f"{name}.{tensor_names(config.architecture).head_gate}"
+    gates = matrices.read(module, (config.num_heads, config.hidden_size))
+    return matrices.pack_linear(permuted(gates, head_gate_outputs(config, share)), None)
+
+
+def head_gate_outputs(config: ModelConfig, share: LayerShard) -> Tensor:
+    """[H * D] which output of the module of gates is taken for each element of a rank's heads."""
+    return torch.arange(*share.heads).repeat_interleave(config.head_dim)
 
 
 class GatedOutputs(NamedTuple):

@@ -1,4 +1,4 @@
-"""What configs say of short convolutions, as LFM2's on the Hub have it and as transformers 5 does."""
+"""What configs say of short convolutions, as LFM2's and LFM3's on the Hub have it and as transformers 5 does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.worker.models.config import ConvolutionConfig, Mixture, ModelError
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.hf_config import is_native
 from services.worker.models.loading import load_weights
-from services.worker.models.rope import PlainRope
+from services.worker.models.rope import PlainRope, ProportionalRope
 from services.worker.models.sharding import MixerShard, shard_of
 from services.worker.ops.interface import ShortConvolution
 from services.worker.ops.torch_ops import TorchOps
@@ -63,6 +63,12 @@ LFM2_8B_A1B: dict[str, Any] = {
     "use_expert_bias": True,
     "vocab_size": 65536,
 }
+LFM3_2B: dict[str, Any] = {"architectures": ["Lfm3ForCausalLM"], "torch_dtype": "bfloat16"}
+"""Whose defaults are the sizes of LFM3-1.7B."""
+
+
+def _rotated(share: float) -> dict[str, Any]:
+    return {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": share}}
 
 
 def test_lfm2_of_1_billion_is_read(tmp_path: Path) -> None:
@@ -88,6 +94,20 @@ def test_lfm2_with_experts_is_read(tmp_path: Path) -> None:
     assert round(config.active_parameters / 1e9, 1) == 1.6
 
 
+def test_lfm3_is_read(tmp_path: Path) -> None:
+    config = read(tmp_path, LFM3_2B)
+    assert is_native(tmp_path)
+    assert config.states == ConvolutionConfig(heads=2048, kernel=7, bias=False)
+    assert [number for number, each in enumerate(config.layers) if each.window == 256] == [4, 8, 12, 16, 20]
+    assert [number for number, each in enumerate(config.layers) if not each.has_state][:3] == [2, 4, 6]
+    assert config.layers[2].rope == ProportionalRope(1_000_000.0, 0.5, 1.0)
+    assert config.layers[4].rope == PlainRope(10_000.0)
+    assert (config.head_gates, config.post_norms, config.qk_norm, config.tied_embeddings) == (True,) * 4
+    plain = read(tmp_path, LFM3_2B, use_attention_gate=False, use_sandwich_norm=False, tie_word_embeddings=False)
+    assert (plain.head_gates, plain.post_norms, plain.tied_embeddings) == (False,) * 3
+    assert config.parameters - plain.parameters == 11 * 16 * 2048 - 128_000 * 2048
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "complaint"),
     [
@@ -98,6 +118,21 @@ def test_lfm2_with_experts_is_read(tmp_path: Path) -> None:
         (LFM2_8B_A1B, {"layer_types": ["conv"]}, "layer_types names 1 layers, num_hidden_layers 24"),
         (LFM2_8B_A1B, {"num_experts_per_tok": 33}, "num_experts_per_tok 33: there are 32 experts"),
         (LFM2_8B_A1B, {"num_experts": 0}, "num_experts 0 is not positive"),
+        (LFM3_2B, {"sliding_window": None}, "sliding_window None is not positive: layer_types has sliding_attention"),
+        (
+            *(LFM3_2B, {"layer_types": ["mamba"] * 24}),
+            "layer_types 'mamba' is not supported; supported: conv, sliding_attention, full_attention",
+        ),
+        (LFM3_2B, {"layer_types": ["conv"]}, "layer_types names 1 layers, num_hidden_layers 24"),
+        (
+            *(LFM3_2B, {"rope_parameters": {"rope_theta": 1e6}}),
+            "rope_parameters has no full_attention: each kind of layers that attend has its own",
+        ),
+        (LFM3_2B, {"num_key_value_heads": 3}, "num_attention_heads 16 is no multiple of 3 KV heads"),
+        (
+            *(LFM3_2B, {"layer_types": ["full_attention"] * 24, "rope_parameters": _rotated(2.0)}),
+            "partial_rotary_factor 2.0 is not between 0 and 1",
+        ),
     ],
     ids=str,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
+from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES, LFM3
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, KIMI_LINEAR, OLMO_HYBRID
 from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
@@ -13,6 +13,7 @@ from services.worker.models.states.reading.convolution import convolution_model_
 from services.worker.models.states.reading.delta import delta_model_config
 from services.worker.models.states.reading.falcon import falcon_model_config
 from services.worker.models.states.reading.kimi import kimi_model_config
+from services.worker.models.states.reading.lfm3 import lfm3_model_config
 from services.worker.models.states.reading.mamba import mamba_model_config
 from services.worker.models.states.reading.minimax import minimax_model_config
 from services.worker.models.states.reading.nemotron import nemotron_model_config
@@ -31,5 +32,6 @@ STATE_READERS = {
     **dict.fromkeys(SELECTIVE_ARCHITECTURES, selective_model_config),
     ZAMBA2: zamba_model_config,
     **dict.fromkeys(CONVOLUTION_ARCHITECTURES, convolution_model_config),
+    LFM3: lfm3_model_config,
 }
 """By architecture."""
