@@ -40,6 +40,8 @@ QWEN2_5_OMNI = (
 QWEN3_OMNI = ("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration")
 QWEN_OMNI = (*QWEN2_5_OMNI, *QWEN3_OMNI)
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+TEXT_ALONE = ("MiniMaxM3SparseForConditionalGeneration",)
+"""Of these the language model alone is served, which Baton's own code computes."""
 IMAGE_ARCHITECTURES = (
     GEMMA,
     LLAVA,
@@ -125,6 +127,7 @@ class _RawArchitectureNames(Struct):
 
 
 _ARCHITECTURES = (*IMAGE_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES)
+_NESTING = (*_ARCHITECTURES, *TEXT_ALONE)
 _R = TypeVar("_R", bound=Struct)
 
 
@@ -149,7 +152,7 @@ def known_config(folder: Path, kind: type[_R]) -> _R | None:
 def nests_language_model(folder: Path) -> bool:
     """Whether the tensors of the model in `folder` are named as those of a language model within another one."""
     raw = known_config(folder, _RawArchitectureNames)
-    return raw is not None and any(map(_ARCHITECTURES.__contains__, raw.architectures))
+    return raw is not None and any(map(_NESTING.__contains__, raw.architectures))
 
 
 def hears_alone(folder: Path) -> bool:

@@ -350,8 +350,10 @@ class _Loader:
         if names.other_mlp is None:
             return own
         other = f"{layer}.{names.other_mlp}"
-        known = ("gate.weight", *(f"{names.down}.{each}" for each in _STORED))
-        return other if any(f"{other}.{each}" in self._checkpoint for each in known) else own
+        return other if f"{other}.gate.weight" in self._checkpoint or self._is_stored(f"{other}.{names.down}") else own
+
+    def _is_stored(self, module: str) -> bool:
+        return any(f"{module}.{each}" in self._checkpoint for each in _STORED)
 
     def _mlp(self, name: str) -> DenseMlp:
         return self._columns_of(name, self._config.intermediate_size, self._share.mlp, self._config.mlp_bias)
@@ -360,8 +362,9 @@ class _Loader:
         """This rank's columns of an MLP of `size`."""
         names = self._names
         down = self._row_parallel(f"{name}.{names.down}", size, columns, bias or self._config.down_bias)
-        if names.gate_and_up is not None:
-            return DenseMlp(self._gates_and_ups(f"{name}.{names.gate_and_up}", size, columns), down)
+        together = None if names.gate_and_up is None else f"{name}.{names.gate_and_up}"
+        if together is not None and (self._is_stored(together) or not self._is_stored(f"{name}.{names.ups[0]}")):
+            return DenseMlp(self._gates_and_ups(together, size, columns), down)
         parts = [(f"{name}.{part}", size, columns) for part in names.ups]
         scales = self._on_device(mlp_scales(self._config, columns[1] - columns[0]))
         return DenseMlp(self._column_parallel(parts, bias), down, scales)

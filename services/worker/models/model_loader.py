@@ -63,6 +63,8 @@ from services.worker.models.pooling.classification import (
     token_ids,
 )
 from services.worker.models.pooling.step_pooling import read_token_rows
+from services.worker.models.published import minimax
+from services.worker.models.published.minimax import MINIMAX_M3
 from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.quantization.method import QuantizationMethod
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
@@ -333,13 +335,20 @@ def _tensors(
         device=settings.device,
         base="model.",
         language_model=nests_language_model(settings.folder),
-        rename=None if config.compressed is None else library_name,
+        rename=_renaming(config),
         rest=rest,
     ) as checkpoint:
         if plugin is not None:
             yield plugin.tensors(checkpoint)
         else:
             yield checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, dtype)
+
+
+def _renaming(config: ModelConfig) -> Callable[[str], str] | None:
+    """What a checkpoint's tensors are called here, where published files differ from the library's."""
+    if config.architecture == MINIMAX_M3:
+        return minimax.library_name
+    return None if config.compressed is None else library_name
 
 
 def _check_plugin(settings: LoadSettings, plugin: PluginModel, method: QuantizationMethod | None) -> None:

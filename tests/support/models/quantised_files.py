@@ -381,6 +381,8 @@ def _stored_name(module: str, tensors: dict[str, Tensor]) -> str:
         return module.replace(".forget_gate.", ".").replace(".mlp.", ".block_sparse_moe.")
     if "model.layers.0.block_sparse_moe.gate.weight" in tensors:
         return module.replace(".mlp", ".block_sparse_moe", 1)
+    if any(".self_attn.gate_proj." in name for name in tensors):  # LFM3's gates of heads
+        return module.replace(".g_proj", ".gate_proj")
     return module.replace("model.", "backbone.", 1) if "backbone.embeddings.weight" in tensors else module
 
 

@@ -170,6 +170,21 @@ _CONVOLUTION: dict[str, Any] = {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
 }
+_MINIMAX_M3: dict[str, Any] = {
+    "intermediate_size": 32,
+    "dense_intermediate_size": 80,
+    "shared_intermediate_size": 48,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rotary_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 32,
+    "index_topk_blocks": 8,
+}
 _LFM3: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
@@ -311,6 +326,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "zamba2": ("Zamba2Config", _ZAMBA2),
+    "minimax-m3": ("MiniMaxM3VLTextConfig", _MINIMAX_M3),
     "lfm2": ("Lfm2Config", {**_CONVOLUTION, "block_multiple_of": 16}),
     "lfm3": ("Lfm3Config", _LFM3),
     "lfm2-moe": ("Lfm2MoeConfig", {**_CONVOLUTION, **_EXPERTS, "num_dense_layers": 1}),
@@ -333,7 +349,7 @@ STATE_FAMILIES = (
 """With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions or lightning attention."""
 IN_EXTRAS = (
     *("olmo-hybrid", "kimi-linear", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "lfm3"),
-    *("falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4"),
+    *("falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4", "minimax-m3"),
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 

@@ -50,7 +50,7 @@ class TensorNames(NamedTuple):
     """The gates' first, where there are any."""
     down: str = "down_proj"
     gate_and_up: str | None = None
-    """Where gates and ups are one matrix."""
+    """Where gates and ups are one matrix, but for checkpoints that have them apart."""
     expert_correction: str = "gate.e_score_correction_bias"
     """Within that: what is added to experts' scores where they are chosen."""
     renamed: tuple[tuple[str, str], ...] = ()
@@ -135,6 +135,7 @@ PUBLISHED_NAMES = {
         ),
     ),
     "YiForCausalLM": TensorNames(input_norm="ln1", mlp_norm="ln2"),
+    "MiniMaxM3VLForCausalLM": TensorNames(gate_and_up="gate_up_proj"),
 }
 """Of architectures whose code comes with their checkpoints; the others of these are called as Llama's."""
 

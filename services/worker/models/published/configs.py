@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from services.worker.models.config import LayerConfig, ModelError, SkipConnections
 from services.worker.models.published.layout import Published
+from services.worker.models.published.minimax import MINIMAX_M3, minimax_m3
 from services.worker.models.published.mixtures import bailing, bailing_2, deepseek
 from services.worker.models.published.nas import NEMOTRON_NAS, nemotron_nas
 
@@ -352,5 +353,6 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     "BailingMoeForCausalLM": bailing,
     "BailingMoeV2ForCausalLM": bailing_2,
     "DeepseekForCausalLM": deepseek,
+    MINIMAX_M3: minimax_m3,
 }
 """Who reads the configuration of which architecture."""

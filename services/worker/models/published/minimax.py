@@ -1,0 +1,187 @@
+"""Reads the `config.json` of MiniMax-M3's language model, as published or as `transformers` writes it, and knows what
+its tensors are called in either."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from services.worker.models.config import LayerConfig, Mixture, ModelError
+from services.worker.models.published.layout import Published
+
+MINIMAX_M3 = "MiniMaxM3VLForCausalLM"
+_THETA = 5_000_000.0
+_FULL, _SPARSE = "full_attention", "minimax_m3_sparse"
+_PART = "partial_rotary_factor"
+
+
+class _RawBlocks(Struct):
+    """Of a published file's `sparse_attention_config`."""
+
+    sparse_attention_freq: list[int] | None = None
+    sparse_block_size: int | None = None
+    sparse_topk_blocks: int | None = None
+
+
+class _RawM3(Struct, kw_only=True):
+    """Defaults are those of `transformers`."""
+
+    vocab_size: int = 200_064
+    hidden_size: int = 6144
+    intermediate_size: int = 3072
+    """Of an expert."""
+    dense_intermediate_size: int = 12_288
+    shared_intermediate_size: int = 3072
+    num_hidden_layers: int = 60
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 4
+    head_dim: int = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 524_288
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    num_experts_per_tok: int = 4
+    num_local_experts: int = 128
+    num_experts: int | None = None
+    """Another name of it, which comes first."""
+    routed_scaling_factor: float = 2.0
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    rope_theta: float = _THETA
+    rope_parameters: dict[str, Any] = field(default_factory=dict[str, Any])
+    rope_scaling: dict[str, Any] = field(default_factory=dict[str, Any])
+    partial_rotary_factor: float | None = None
+    rotary_dim: int | None = None
+    layer_types: list[str] | None = None
+    mlp_layer_types: list[str] | None = None
+    moe_layer_freq: list[int] | None = None
+    index_block_size: int = 128
+    index_topk_blocks: int = 16
+    sparse_attention_config: _RawBlocks = field(default_factory=_RawBlocks)
+
+
+_POSITIVE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "dense_intermediate_size", "shared_intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+)
+_KEPT = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "swiglu_alpha", "swiglu_limit", "rope_theta"),
+)
+
+
+def minimax_m3(raw: Mapping[str, Any]) -> Published:
+    """An indexer chooses blocks of keys in some layers: all of them while there are no more than it chooses. So many
+    tokens are served, as the chosen ones would need an indexer's keys in the cache. Raises ModelError, and
+    msgspec.ValidationError."""
+    own = msgspec.convert({key: value for key, value in raw.items() if value is not None}, _RawM3)
+    for key in _POSITIVE:
+        if getattr(own, key) < 1:
+            raise ModelError(f"{key} {getattr(own, key)} is not positive")
+    if own.hidden_act not in ("silu", "swigluoai"):
+        raise ModelError(f"hidden_act {own.hidden_act!r} is not supported; supported: silu, swigluoai")
+    rotation, rope = _rotation(own)
+    changes: dict[str, Any] = {
+        "qk_norm": True,
+        "norm_offset": True,
+        "activation": "swigluoai",
+        "mixture": _mixture(own),
+        **rotation,
+    }
+    base = {key: getattr(own, key) for key in _KEPT} | {"intermediate_size": own.dense_intermediate_size}
+    arranged = partial(_layers, mixing=_mixing(own))
+    return Published(base | rope, changes, _longest(own), arranged)
+
+
+def library_name(name: str) -> str:
+    """`name`, published or the library's, as it is read here."""
+    for pattern, to in _RULES:
+        name = pattern.sub(to, name)
+    return name
+
+
+_RULES = (
+    (re.compile(r"\.block_sparse_moe\.e_score_correction_bias$"), ".mlp.gate.e_score_correction_bias"),
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"(\.experts\.\d+)\.w1\."), r"\1.gate_proj."),
+    (re.compile(r"(\.experts\.\d+)\.w2\."), r"\1.down_proj."),
+    (re.compile(r"(\.experts\.\d+)\.w3\."), r"\1.up_proj."),
+)
+
+
+def _layers(layer: LayerConfig, mixing: list[bool]) -> tuple[LayerConfig, ...]:
+    return tuple(msgspec.structs.replace(layer, mixes=each) for each in mixing)
+
+
+def _mixture(own: _RawM3) -> Mixture:
+    experts = own.num_local_experts if own.num_experts is None else own.num_experts
+    if not 1 <= own.num_experts_per_tok <= experts:
+        raise ModelError(f"num_experts_per_tok {own.num_experts_per_tok}: there are {experts} experts")
+    return Mixture(
+        experts=experts,
+        chosen=own.num_experts_per_tok,
+        intermediate_size=own.intermediate_size,
+        renormalised=True,
+        shared_size=own.shared_intermediate_size,
+        shared_gated=False,
+        scoring="sigmoid",
+        corrected=True,
+        scale=own.routed_scaling_factor,
+    )
+
+
+def _rotation(own: _RawM3) -> tuple[dict[str, int], dict[str, Any]]:
+    """How much of a head is rotated, and what the config says of it otherwise. The library goes by the part alone;
+    where `rotary_dim` says another number, one of the two is wrong."""
+    given = own.rope_parameters or own.rope_scaling
+    part = given.get(_PART, own.partial_rotary_factor)
+    dim, rotated = own.head_dim, int(own.head_dim * (1.0 if part is None else part))
+    if not 0 < rotated <= dim or rotated % 2:
+        raise ModelError(f"{_PART} {part}: {rotated} of {dim} elements of a head would be rotated")
+    if own.rotary_dim is not None and min(own.rotary_dim, dim) != rotated:
+        raise ModelError(f"rotary_dim {own.rotary_dim}: {_PART} {part} says {rotated} of {dim} elements")
+    rope = {key: value for key, value in given.items() if key != _PART}
+    named = "rope_parameters" if own.rope_parameters else "rope_scaling"
+    return {} if rotated == dim else {"rotary_dim": rotated}, {named: rope} if rope else {}
+
+
+def _longest(own: _RawM3) -> int | None:
+    """None: no layer chooses."""
+    blocks, kinds = own.sparse_attention_config, own.layer_types
+    if kinds is None and blocks.sparse_attention_freq is not None:
+        kinds = [_SPARSE if each else _FULL for each in blocks.sparse_attention_freq]
+    if kinds is None:
+        return None
+    for kind in kinds:
+        if kind not in (_FULL, _SPARSE):
+            raise ModelError(f"layer_types {kind!r} is not supported; supported: {_FULL}, {_SPARSE}")
+    _check_count("layer_types", kinds, own.num_hidden_layers)
+    if _SPARSE not in kinds:
+        return None
+    size = own.index_block_size if blocks.sparse_block_size is None else blocks.sparse_block_size
+    chosen = own.index_topk_blocks if blocks.sparse_topk_blocks is None else blocks.sparse_topk_blocks
+    if size < 1 or chosen < 1 or size * chosen < 2:
+        raise ModelError(f"index_topk_blocks {chosen} of index_block_size {size} have to be two tokens and more")
+    return size * chosen
+
+
+def _mixing(own: _RawM3) -> list[bool]:
+    """For each layer, whether it has experts."""
+    kinds = own.mlp_layer_types
+    if kinds is None:
+        kinds = ["sparse" if each else "dense" for each in own.moe_layer_freq or [1] * own.num_hidden_layers]
+    for kind in kinds:
+        if kind not in ("dense", "sparse"):
+            raise ModelError(f"mlp_layer_types {kind!r} is not supported; supported: dense, sparse")
+    _check_count("mlp_layer_types", kinds, own.num_hidden_layers)
+    return [kind == "sparse" for kind in kinds]
+
+
+def _check_count(key: str, kinds: list[str], count: int) -> None:
+    if len(kinds) != count:
+        raise ModelError(f"{key} names {len(kinds)} layers, num_hidden_layers {count}")
