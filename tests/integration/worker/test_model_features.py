@@ -48,6 +48,10 @@ ADAPTED = {
     "Glm4Moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "Llama4Text": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "gpt-oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "minimax-m3": (
+        *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+        *("mlp.gate_up_proj", "mlp.down_proj", "shared_experts.gate_up_proj", "shared_experts.down_proj"),
+    ),
     **dict.fromkeys(("deepseek-v3.2", "glm-5"), _OF_LATENTS),
     "deepseek-v4": (
         *("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_proj", "o_b_proj"),

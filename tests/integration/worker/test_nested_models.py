@@ -83,6 +83,19 @@ def test_kimi_as_it_is_published(tmp_path: Path, recorded: list[Tensor]) -> None
     assert (model.logits(PROMPT) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
 
 
+def test_minimax_m3_as_it_is_published(tmp_path: Path, recorded: list[Tensor]) -> None:
+    """Each expert alone, gates and ups apart, and a tower that nobody reads."""
+    model = library_model("MiniMaxM3VL", tmp_path)
+    names = list(load_file(tmp_path / "model.safetensors"))
+    assert "language_model.model.layers.1.block_sparse_moe.experts.0.w1.weight" in names
+    assert "language_model.model.layers.0.mlp.gate_proj.weight" in names
+    backend = native(model)
+    check_mixed_batch(model, backend)
+    card: Any = backend.card
+    assert not card.images, "images are refused"
+    agrees(model, recorded)
+
+
 def as_published(model: TinyModel) -> None:
     """Rewrites what `transformers` wrote of the tiny Kimi K2.5, and rounds the reference's experts."""
     path, file = model.path / "config.json", model.path / "model.safetensors"

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel
+from tests.support.models.tiny_models import MINIMAX_M3, POSITIONS, VOCABULARY, TinyModel
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -300,6 +300,11 @@ NESTED: dict[str, dict[str, Any]] = {
         "block_multiple_of": 16,
         "layer_types": ["conv", "full_attention", "conv"],
         "model_type": "lfm2",
+    },
+    "MiniMaxM3VL": {
+        **_SHAPE,
+        **MINIMAX_M3,
+        "model_type": "minimax_m3_vl_text",
     },
     "Mistral3": {**_SHAPE, "model_type": "mistral"},
 }

@@ -170,7 +170,7 @@ _CONVOLUTION: dict[str, Any] = {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-_MINIMAX_M3: dict[str, Any] = {
+MINIMAX_M3: dict[str, Any] = {
     "intermediate_size": 32,
     "dense_intermediate_size": 80,
     "shared_intermediate_size": 48,
@@ -326,7 +326,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "zamba2": ("Zamba2Config", _ZAMBA2),
-    "minimax-m3": ("MiniMaxM3VLTextConfig", _MINIMAX_M3),
+    "minimax-m3": ("MiniMaxM3VLTextConfig", MINIMAX_M3),
     "lfm2": ("Lfm2Config", {**_CONVOLUTION, "block_multiple_of": 16}),
     "lfm3": ("Lfm3Config", _LFM3),
     "lfm2-moe": ("Lfm2MoeConfig", {**_CONVOLUTION, **_EXPERTS, "num_dense_layers": 1}),
