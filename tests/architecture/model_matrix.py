@@ -49,6 +49,7 @@ ARCHITECTURES = (
     Architecture("DeepSeek-V3.2", True, "deepseek-v3.2"),
     Architecture("GLM-5", True, "glm-5"),
     Architecture("DeepSeek-V4", True, "deepseek-v4"),
+    Architecture("HY4", True, "hy4"),
     Architecture("MiniMax-M3", True, "minimax-m3"),
     Architecture("Mamba-2", True, "mamba2"),
     Architecture("Bamba", True, "bamba"),

@@ -340,10 +340,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def _attending_parameters(self, layers: Sequence[LayerConfig], attending: int) -> int:
         """Of the layers that attend, so many of these."""
-        if self.compressed is None:
-            return attending * self._attention_parameters()
-        sizes = (self.hidden_size, self.num_heads, self.head_dim)
         of_streams = 0 if self.connections is None else self.connections.parameters(self.hidden_size, len(layers))
+        if self.compressed is None:
+            return of_streams + attending * self._attention_parameters()
+        sizes = (self.hidden_size, self.num_heads, self.head_dim)
         return of_streams + sum(self.compressed.parameters(*sizes, layer.compression) for layer in layers)
 
     def _attention_parameters(self) -> int:

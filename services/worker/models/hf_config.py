@@ -244,6 +244,7 @@ def _published_config(path: Path, architecture: str, described: bytes | None) ->
     except (ModelError, msgspec.MsgspecError) as error:
         raise ModelError(f"{path}: {error}") from None
     config = read_model_config(path.parent, described=msgspec.json.encode(read.base))
+    config = config if read.revised is None else read.revised(config)
     longest = min(config.max_positions, read.longest or config.max_positions)
     layers = config.layers if read.arranged is None else read.arranged(config.layers[0])
     changes = {"layers": layers, **read.changes}

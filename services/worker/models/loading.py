@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from services.worker.models.checkpoint import TensorSource, read_exactly
-from services.worker.models.compressed.loading import CompressedLoader
+from services.worker.models.compressed.loading import CompressedLoader, StreamsLoader
 from services.worker.models.config import (
     CompressedConfig,
     FollowingBlock,
@@ -162,14 +162,14 @@ class _Loader:
         table = self._words(self._names.embedding) if stage.is_first or (stage.is_last and tied) else None
         head = self._head(table) if stage.is_last else None
         check_skips(self._config.layers[stage.first_layer : stage.end_layer])
-        numbers, compressed = range(stage.first_layer, stage.end_layer), self._config.compressed
+        numbers, streams = range(stage.first_layer, stage.end_layer), self._streams()
         return DecoderWeights(
             embedding=self._embedding(table, head if tied else None) if stage.is_first and table is not None else None,
             layers=tuple(self.layer(number, self._config.layers[number]) for number in numbers),
             final_norm=self._norm(self._names.final_norm) if stage.is_last else None,
             head=head,
             first_layer=stage.first_layer,
-            streams=None if compressed is None or not stage.is_last else self._compressed(compressed).last_streams(),
+            streams=streams.last() if streams is not None and stage.is_last else None,
         )
 
     def embedding(self) -> EmbeddingTable:
@@ -242,7 +242,7 @@ class _Loader:
             scales=self._on_device(mixer_scales(config, self._share, has_state=layer.has_state)),
             residual=layer.residual,
             compressed=mixer.compressed,
-            streams=mixer.streams,
+            streams=None if (streams := self._streams()) is None else streams.of_layer(name),
             skips=layer.skips,
             following=tuple(map(self._following, layer.following)),
         )
@@ -264,8 +264,7 @@ class _Loader:
             return self._gated_attention(f"{name}.{self._names.attention}", layer)
         if self._config.compressed is not None:
             loader = self._compressed(self._config.compressed)
-            mixer = loader.mixer(f"{name}.{self._names.attention}", layer.compression, self._table(layer.rope))
-            return mixer._replace(streams=loader.streams(name))
+            return loader.mixer(f"{name}.{self._names.attention}", layer.compression, self._table(layer.rope))
         config, dim, names = self._config, self._config.head_dim, self._names
         name = f"{name}.{names.attention}"
         latent = None if config.latent is None else self._latent(config.latent, name, index)
@@ -289,8 +288,24 @@ class _Loader:
             sinks=self._sinks(f"{name}.sinks") if config.attention_sinks else None,
             slopes=alibi_slopes(config.num_heads)[slice(*self._share.heads)].to(self._device) if config.alibi else None,
             row_norms=self._row_norms(name) if config.norms_all_heads else None,
-            gate=read_head_gates(self._matrices, config, self._share, name) if config.head_gates else None,
+            gate=self._gates(name),
         )
+
+    def _gates(self, name: str) -> PackedLinear | None:
+        """Of attention whose gates are a module of their own."""
+        config = self._config
+        if config.latent is None or not config.latent.gated:
+            return read_head_gates(self._matrices, config, self._share, name) if config.head_gates else None
+        rows = _columns_of_heads(self._share.heads, config.latent.value_dim)
+        return self._column_parallel(
+            [(f"{name}.{self._names.head_gate}", config.num_heads * config.latent.value_dim, rows)], bias=False
+        )
+
+    def _streams(self) -> StreamsLoader | None:
+        config = self._config
+        if config.connections is None:
+            return None
+        return StreamsLoader(self._matrices, self._device, config.hidden_size, config.connections)
 
     def _head_norm(self, name: str) -> Tensor:
         """Of elements of heads, in the order that these are in."""
@@ -392,6 +407,7 @@ class _Loader:
             routing=self._routing(name, mixture, hashed=hashed),
             shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, mixture.shared_size),
             counts=empty_counts(mixture.experts, self._device) if self._counts_picks else None,
+            activation="silu_limited" if mixture.limited else None,
             by_token=read_experts_of_tokens(self._matrices, name, self._config.vocab_size, mixture) if hashed else None,
         )
 

@@ -36,8 +36,9 @@ from services.worker.models.expert_parallel.placement import ExpertPlacement
 from services.worker.models.expert_parallel.rearrangement import ExpertRearranger, RearrangerParts
 from services.worker.models.fallback.library_loader import load_library_model
 from services.worker.models.hf_config import has_head, is_native, read_model_config
-from services.worker.models.hyper_connections.decoder import CompressedDecoder
-from services.worker.models.hyper_connections.limits import check_compressed
+from services.worker.models.hf_layers.compressed import DEEPSEEK_V4
+from services.worker.models.hyper_connections.decoder import CompressedDecoder, StreamsDecoder
+from services.worker.models.hyper_connections.limits import check_streams
 from services.worker.models.latent.attention import check_latent
 from services.worker.models.layerwise.decoder import LayerwiseDecoder
 from services.worker.models.loaded_model import (
@@ -63,7 +64,8 @@ from services.worker.models.pooling.classification import (
     token_ids,
 )
 from services.worker.models.pooling.step_pooling import read_token_rows
-from services.worker.models.published import minimax
+from services.worker.models.published import hunyuan, minimax
+from services.worker.models.published.hunyuan import HY4
 from services.worker.models.published.minimax import MINIMAX_M3
 from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.quantization.method import QuantizationMethod
@@ -104,7 +106,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
     if config.latent is not None:
         check_latent(config.latent, settings.kv_cache_dtype, settings.attention, stage)
-    check_compressed(settings, config, stage, method)
+    check_streams(settings, config, stage, method)
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
     generates = plugin is not None or has_head(settings.folder)
@@ -208,8 +210,9 @@ def _decoder_of(
     parts = (config, weights, share, ops, settings.communicator)
     if plugin is not None:
         return plugin.decoder(DecoderParts(*parts, settings.pipeline))
-    if config.compressed is not None:
-        return CompressedDecoder(*parts, settings.pipeline)
+    if config.connections is not None:
+        streams = StreamsDecoder if config.compressed is None else CompressedDecoder
+        return streams(*parts, settings.pipeline)
     if settings.group is not None:
         return GroupDecoder(*parts, settings.group, settings.experts.all2all)
     if settings.on_layer is not None:
@@ -346,9 +349,8 @@ def _tensors(
 
 def _renaming(config: ModelConfig) -> Callable[[str], str] | None:
     """What a checkpoint's tensors are called here, where published files differ from the library's."""
-    if config.architecture == MINIMAX_M3:
-        return minimax.library_name
-    return None if config.compressed is None else library_name
+    published = {MINIMAX_M3: minimax.library_name, HY4: hunyuan.library_name, DEEPSEEK_V4: library_name}
+    return published.get(config.architecture)
 
 
 def _check_plugin(settings: LoadSettings, plugin: PluginModel, method: QuantizationMethod | None) -> None:

@@ -57,6 +57,9 @@ class MixtureMlp:
     by_token: Tensor | None = None
     """int64 [vocab, chosen]: the experts of each token; None: the router chooses them."""
 
+    activation: Activation | None = None
+    """Of the experts, where MLPs have another."""
+
     def of_tokens(self, ids: Tensor) -> MixtureMlp:
         """The same for rows of these tokens, ids [n]."""
         if self.by_token is None:
@@ -233,7 +236,6 @@ class LayerMixer(NamedTuple):
     slopes: Tensor | None = None
     row_norms: tuple[Tensor, Tensor] | None = None
     compressed: CompressedWeights | None = None
-    streams: tuple[StreamMixing, StreamMixing] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +375,7 @@ def mixed_rows(ops: Ops, mixture: MixtureMlp, x: Tensor, activation: Activation)
     experts = mixture.experts
     if experts.local is not None:
         picks = experts.local.own_picks(picks, logits)
-    return ops.mixture(x, picks, experts.packed, kind=activation)
+    return ops.mixture(x, picks, experts.packed, kind=mixture.activation or activation)
 
 
 def route(ops: Ops, mixture: MixtureMlp, x: Tensor) -> tuple[Tensor, Picks]:
@@ -408,7 +410,7 @@ def mixed_arrivals(
     met, local = exchange.arrived(), mixture.experts.local
     assert local is not None, "experts are spread over ranks"
     here = Picks(met.chances, local.own_numbers(met.picks.long()).to(met.picks.dtype))
-    return met, ops.mixture(met.rows, here, mixture.experts.packed, kind=activation)
+    return met, ops.mixture(met.rows, here, mixture.experts.packed, kind=mixture.activation or activation)
 
 
 def mix_shared_rows(

@@ -25,6 +25,8 @@ class LatentAttentionStep(NamedTuple):
     cache: LatentCache
     meta: BatchMeta
     scale: float
+    sinks: Tensor | None = None
+    """float32 [H]: see `Ops.paged_attention`."""
 
     def decodes(self) -> Iterator[Tensor]:
         """Yields the outputs of as many sequences at once as their gathered latents may take memory."""
@@ -75,7 +77,10 @@ class LatentAttentionStep(NamedTuple):
         """q [S, rows of heads, D], keys [S, tokens, D], unseen [S, 1 or rows of heads, tokens] → [S, rows, rank]."""
         scores = torch.matmul(q.to(keys.dtype), keys.transpose(1, 2)).float()
         scores = scores.mul_(self.scale).masked_fill_(unseen, float("-inf"))
-        weights = torch.softmax(scores, dim=-1).to(keys.dtype)
+        if self.sinks is not None:
+            sinks = self.sinks.repeat(q.shape[1] // len(self.sinks)).view(1, -1, 1).expand(len(q), -1, -1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : keys.shape[1]].to(keys.dtype)
         return torch.matmul(weights, keys[:, :, : self.cache.latents.shape[3]])
 
 
@@ -84,6 +89,14 @@ def latent_attention(q: Tensor, cache: LatentCache, meta: BatchMeta, scale: floa
     step = LatentAttentionStep(q, cache, meta, scale)
     parts = [*step.decodes(), *step.prefills()]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def sunk_attention(
+    q: Tensor, cache: LatentCache, meta: BatchMeta, scale: float, sinks: Tensor, chosen: Tensor | None
+) -> Tensor:
+    """See `LatentOps.attention`, with a sink of each head [H]."""
+    step = LatentAttentionStep(q, cache, meta, scale, sinks)
+    return torch.cat([*step.attend_to(chosen)] if chosen is not None else [*step.decodes(), *step.prefills()])
 
 
 def store_latents(latents: Tensor, rotated: Tensor, meta: BatchMeta, cache: LatentCache) -> None:

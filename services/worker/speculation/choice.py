@@ -56,7 +56,7 @@ def check_trees(
         return
     if not platform.in_main_memory:
         reason = f"trees are verified on CPUs, not on {platform}"
-    elif not isinstance(config, ModelConfig) or any((config.latent, config.states, config.compressed)):
+    elif not isinstance(config, ModelConfig) or any((config.latent, config.states, config.connections)):
         reason = "trees are verified by models of ours that keep keys and values in all layers"
     elif given := [name for name, asked in refused.items() if asked]:
         reason = f"{given[0]} does not go with trees"
@@ -85,7 +85,7 @@ def _check_hidden_states(settings: SpeculationSettings, config: ModelDescription
             f"speculative method {settings.method}: reads hidden states, which transformers keeps: use ngram, suffix "
             "or draft"
         )
-    if settings.method in READ_HIDDEN_STATES and isinstance(config, ModelConfig) and config.compressed is not None:
+    if settings.method in READ_HIDDEN_STATES and isinstance(config, ModelConfig) and config.connections is not None:
         raise ModelError(
             f"speculative method {settings.method}: {config.architecture} takes drafts by ngram, suffix or draft"
         )

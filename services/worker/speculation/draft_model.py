@@ -70,8 +70,8 @@ def open_draft_model(settings: SpeculationSettings, target: TargetModel, most: i
     target.check_sizes(folder, vocab_size=config.vocab_size)
     if config.states is not None:
         raise ModelError(f"{folder}: a model with {config.states.kind} ({config.architecture}) drafts for no other")
-    if config.compressed is not None:
-        raise ModelError(f"{folder}: a model with compressed keys ({config.architecture}) drafts for no other")
+    if config.connections is not None:
+        raise ModelError(f"{folder}: a model with several streams ({config.architecture}) drafts for no other")
     if config.max_positions < target.max_model_len:
         raise ModelError(
             f"{folder} has {config.max_positions} positions, the model is served with {target.max_model_len}"

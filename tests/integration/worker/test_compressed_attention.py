@@ -266,7 +266,7 @@ def test_what_does_not_combine_is_refused_at_start(model: TinyModel, tmp_path: P
     with pytest.raises(ModelError, match="enable_prompt_embeds: experts are chosen by tokens"):
         tiny_backend(model.path, prompt_embeds=True)
     itself = SpeculationSettings(method="draft", num_speculative_tokens=2, model=str(model.path))
-    with pytest.raises(ModelError, match=r"a model with compressed keys \(DeepseekV4ForCausalLM\) drafts for no other"):
+    with pytest.raises(ModelError, match=r"a model with several streams \(DeepseekV4ForCausalLM\) drafts for no other"):
         tiny_backend(model.path, speculation=itself)
     medusa = SpeculationSettings(method="medusa", num_speculative_tokens=2, model=str(tmp_path))
     with pytest.raises(ModelError, match="speculative method medusa: DeepseekV4ForCausalLM takes drafts by ngram"):

@@ -52,7 +52,7 @@ ADAPTED = {
         *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
         *("mlp.gate_up_proj", "mlp.down_proj", "shared_experts.gate_up_proj", "shared_experts.down_proj"),
     ),
-    **dict.fromkeys(("deepseek-v3.2", "glm-5"), _OF_LATENTS),
+    **dict.fromkeys(("deepseek-v3.2", "glm-5", "hy4"), _OF_LATENTS),
     "deepseek-v4": (
         *("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_proj", "o_b_proj"),
         *("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj"),

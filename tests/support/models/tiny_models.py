@@ -234,6 +234,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT, **_SPARSE, "rope_parameters": _PLAIN, "indexer_types": ["full", "shared", "full"]},
     ),
     "deepseek-v4": ("DeepseekV4Config", _COMPRESSED),
+    "hy4": (
+        "HYV4Config",
+        {**_LATENT, **_SPARSE, "n_group": 1, "topk_group": 1, "rope_parameters": _PLAIN}
+        | {"indexer_types": ["full", "shared", "full"], "hc_mult": 3},
+    ),
     "mamba2": (
         "Mamba2Config",
         {**_MAMBA2, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False},
@@ -349,7 +354,7 @@ STATE_FAMILIES = (
 """With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions or lightning attention."""
 IN_EXTRAS = (
     *("olmo-hybrid", "kimi-linear", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "lfm3"),
-    *("falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4", "minimax-m3"),
+    *("falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4", "hy4", "minimax-m3"),
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 

@@ -219,8 +219,8 @@ def open_measured_model(request: StepsRequest | KernelsRequest) -> Iterator[Meas
             raise CannotMeasure(str(error)) from None
         if config.states is not None:
             raise CannotMeasure(f"{folder}: {config.states.kind} ({config.architecture}) are not measured")
-        if config.compressed is not None:
-            raise CannotMeasure(f"{folder}: compressed keys ({config.architecture}) are not measured")
+        if config.connections is not None:
+            raise CannotMeasure(f"{folder}: several streams ({config.architecture}) are not measured")
         dtype = getattr(torch, dtype_of(request.dtype, config))
         yield MeasuredModel(request.name or shape or folder.name, folder, config, platform, dtype)
 

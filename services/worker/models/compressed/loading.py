@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.checkpoint import read_exactly
-from services.worker.models.config import CompressedConfig, Compression, ModelConfig
+from services.worker.models.config import CompressedConfig, Compression, HyperConnections, ModelConfig
 from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.sharding import LayerShard
 from services.worker.models.weights import (
@@ -66,25 +66,6 @@ class CompressedLoader(NamedTuple):
             ),
         )
 
-    def streams(self, layer: str) -> tuple[StreamMixing, StreamMixing]:
-        """Those around attention, and those around the MLP, of the layer whose tensors begin with `layer`."""
-        assert self.config.connections is not None
-        outputs = self.config.connections.outputs
-        attention, mlp = (self._mixing(f"{layer}.{each}_hc.", outputs, 3) for each in ("attn", "ffn"))
-        return attention, mlp
-
-    def last_streams(self) -> StreamMixing:
-        """Those behind the last layer."""
-        assert self.config.connections is not None
-        return self._mixing("model.hc_head.hc_", self.config.connections.streams, 1)
-
-    def _mixing(self, name: str, outputs: int, scales: int) -> StreamMixing:
-        assert self.config.connections is not None
-        inputs = self.config.connections.streams * self.config.hidden_size
-        shapes = (("fn", (outputs, inputs)), ("base", (outputs,)), ("scale", (scales,)))
-        read = (read_exactly(self.matrices.checkpoint, f"{name}{part}", shape) for part, shape in shapes)
-        return StreamMixing(*(each.to(self.device) for each in read))
-
     def _grouped(self, name: str) -> PackedHeads:
         groups, rank, (first, last) = self.sizes.groups, self.sizes.output_rank, self._groups
         inputs = self.config.num_heads * self.config.head_dim // groups
@@ -121,3 +102,27 @@ class CompressedLoader(NamedTuple):
 
     def _norm(self, name: str, size: int) -> Tensor:
         return read_exactly(self.matrices.checkpoint, f"{name}.weight", (size,)).to(self.device)
+
+
+class StreamsLoader(NamedTuple):
+    """Of a model with several streams, by the names that `transformers` has."""
+
+    matrices: MatrixLoader
+    device: torch.device
+    hidden: int
+    connections: HyperConnections
+
+    def of_layer(self, layer: str) -> tuple[StreamMixing, StreamMixing]:
+        """Those around attention, and those around the MLP, of the layer whose tensors begin with `layer`."""
+        outputs, scales = self.connections.outputs, 3 if self.connections.mixes else 2
+        attention, mlp = (self._mixing(f"{layer}.{each}_hc.", outputs, scales) for each in ("attn", "ffn"))
+        return attention, mlp
+
+    def last(self) -> StreamMixing:
+        """Those behind the last layer."""
+        return self._mixing("model.hc_head.hc_", self.connections.streams, 1)
+
+    def _mixing(self, name: str, outputs: int, scales: int) -> StreamMixing:
+        shapes = (("fn", (outputs, self.connections.streams * self.hidden)), ("base", (outputs,)), ("scale", (scales,)))
+        read = (read_exactly(self.matrices.checkpoint, f"{name}{part}", shape) for part, shape in shapes)
+        return StreamMixing(*(each.to(self.device) for each in read))

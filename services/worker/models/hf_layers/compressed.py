@@ -60,18 +60,22 @@ class CompressedConfig(Struct, frozen=True, kw_only=True):
         return made + self.q_rank * queries + grouped + index
 
 
-class HyperConnections(Struct, frozen=True):
+class HyperConnections(Struct, frozen=True, omit_defaults=True):
     """Manifold-constrained hyper-connections (Xie et al., 2026): the residual is several streams."""
 
     streams: int
     iterations: int
     """Of Sinkhorn and Knopp's, which make what mixes the streams nearly doubly stochastic."""
     eps: float
+    mixes: bool = True
+    """Streams are mixed behind a block; else each stays what it is, and gets a part of the output (HY4)."""
+    magnitude: float = 2.0
+    """The most of the output that a stream gets."""
 
     @property
     def outputs(self) -> int:
         """Numbers that are computed of a row: what a block reads, where its output goes, how streams mix."""
-        return self.streams * (2 + self.streams)
+        return self.streams * (2 + (self.streams if self.mixes else 0))
 
     def parameters(self, hidden: int, layers: int) -> int:
         """Weights of the matrices of so many layers."""

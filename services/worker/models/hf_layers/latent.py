@@ -22,6 +22,10 @@ class IndexConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens that are attended to."""
     interleaved: bool
     """As `LatentConfig.interleaved`, of the indexer's keys and queries."""
+    rotates_last: bool = False
+    """The last elements of keys and queries are rotated, and not the first ones."""
+    norm_eps: float = 1e-6
+    """Of the norm of keys."""
     shared: tuple[int, ...] = ()
     """Layers without one, which attend to what the layer before them chose (IndexCache, arXiv:2603.12201)."""
 
@@ -46,6 +50,8 @@ class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Elements of a head's values."""
     interleaved: bool
     """Elements 2i and 2i + 1 are rotated together, not i and i + rope_dim / 2."""
+    gated: bool = False
+    """How much of each element of values is taken is computed of the row (HY4)."""
     index: IndexConfig | None = None
     """None: a token attends to all before it."""
 
@@ -75,7 +81,8 @@ class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         made = hidden * queries if self.q_rank is None else self.q_rank * (hidden + queries)
         keys_and_values = self.kv_rank * heads * (self.nope_dim + self.value_dim)
         index = 0 if self.index is None else self.index.parameters(hidden, self.q_rank or 0)
-        return made + index + hidden * self.cached_dim + keys_and_values + hidden * heads * self.value_dim
+        values = heads * self.value_dim * (2 if self.gated else 1)
+        return made + index + hidden * self.cached_dim + keys_and_values + hidden * values
 
 
 class RawLatent(RawMixture, kw_only=True):

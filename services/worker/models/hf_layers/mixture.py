@@ -42,6 +42,8 @@ class Mixture(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Router and experts have biases, and tensors are laid out as gpt-oss has them."""
     gated: bool = True
     """Experts have gates beside ups."""
+    limited: bool = False
+    """Gates and ups of experts, and not those of MLPs, are limited as `silu_limited` has it (HY4)."""
 
 
 class RawMixture(Struct, kw_only=True):

@@ -1,8 +1,9 @@
-"""The forward pass of a decoder with several residual streams, whose attention is over compressed keys."""
+"""The forward pass of decoders with several residual streams, whose attention is over compressed keys, or latent."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 
 from torch import Tensor
 
@@ -16,41 +17,13 @@ from services.worker.models.weights import KvCaches, LayerWeights, MixtureMlp
 from services.worker.ops.interface import BatchMeta, Ops
 
 
-class CompressedDecoder(Decoder):
-    """DeepSeek-V4's. Layers pass one by one, by single operations."""
-
-    def _compute_by(self, ops: Ops) -> None:
-        super()._compute_by(ops)
-        self._attention_over = CompressedAttention(self._config, ops, self._share.num_heads)
+class StreamsDecoder(Decoder):
+    """HY4's, with latent attention. Layers pass one by one, by single operations."""
 
     @property
     def capturable(self) -> bool:
-        """Which windows end, and how long contexts are, is asked of the device."""
+        """How long contexts are, and which windows end, is asked of the device."""
         return False
-
-    @cached_property
-    def _layout(self) -> CompressedLayout:
-        return CompressedLayout(self._config, self._ops.block_size)
-
-    @property
-    def parts_of_token(self) -> tuple[int, int]:
-        """See `Decoder.parts_of_token`: a key, and what entries are made of."""
-        return self._layout.key_dim, self._layout.together if self._groups is None else self._layout.apart
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """See `CausalLm.windows`: of the layers that hold entries alone, then of what a layer has of tokens. In stages
-        each layer has all in one block."""
-        if self._pipeline.stages > 1:
-            return (None,) * self._config.num_layers
-        return (None,) * self._layout.holders + (self._layout.window,) * self._config.num_layers
-
-    def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
-        """See `CausalLm.allocate_kv`; in groups those of the layers that hold entries come first."""
-        layers = len(self._weights.layers) + (0 if self._groups is None else self._layout.holders)
-        return allocate_caches(
-            layers, self._groups, lambda: self._ops.latents.allocate(num_blocks, *self.parts_of_token)
-        )
 
     def use_taps(self, layers: tuple[int, ...]) -> None:
         """Raises ModelError."""
@@ -58,7 +31,7 @@ class CompressedDecoder(Decoder):
 
     def check_inputs(self, *, of_clients: bool) -> None:
         """Raises ModelError."""
-        raise ModelError("enable_prompt_embeds: experts are chosen by tokens, which embeddings do not say")
+        raise ModelError("enable_prompt_embeds: streams of this model begin with embeddings of tokens")
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`."""
@@ -91,21 +64,78 @@ class CompressedDecoder(Decoder):
         assert layer.streams is not None
         assert config is not None
         x, around = open_block(streams, layer.streams[0], config, eps)
-        step = self._step(number, layer, meta, caches)
-        queries = self._attention_over.queries(step, self._normed(x, layer.input_norm))
+        attend = self._attention_of(number, self._normed(x, layer.input_norm), meta, caches)
         if wanted is not None and not len(wanted):
             return streams
-        mixed = self._attention_over.attend(step, queries)
+        mixed = attend()
         if wanted is not None and len(wanted) < len(ids):
             mixed, around, ids = mixed.index_select(0, wanted), around.select(wanted), ids.index_select(0, wanted)
         streams = around.close(self._rows.summed(self._ops.linear(mixed, layer.output)))
         x, around = open_block(streams, layer.streams[1], config, eps)
-        assert isinstance(layer.mlp, MixtureMlp), "every layer mixes"
-        return around.close(self._mlp_sum(layer, layer.mlp.of_tokens(ids), self._normed(x, layer.mlp_norm)))
+        assert layer.mlp is not None, "every layer has one"
+        mlp = layer.mlp.of_tokens(ids) if isinstance(layer.mlp, MixtureMlp) else layer.mlp
+        return around.close(self._mlp_sum(layer, mlp, self._normed(x, layer.mlp_norm)))
+
+    def _attention_of(self, number: int, x: Tensor, meta: BatchMeta, caches: KvCaches) -> Callable[[], Tensor]:
+        """x [n, hidden], normed → what computes the heads' values for them, [n, …], in the layer of this number on this
+        rank; the cache has what is kept of the rows then."""
+        layer, attention = self._weights.layers[number], self._latent
+        assert attention is not None, "attention is latent"
+        queries = attention.queries(layer, x, meta, caches[number])
+        return partial(self._gated, layer, queries, x, meta, caches[number])
+
+    def _gated(
+        self, layer: LayerWeights, queries: Tensor, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        assert self._latent is not None
+        mixed = self._latent.attend(layer, queries, meta, cache)
+        if layer.gate is None:
+            return mixed
+        return self._ops.sigmoid_gated(mixed, self._ops.linear(x, layer.gate))
 
     def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
         assert norm is not None, "blocks read normed rows"
         return self._ops.rms_norm(x, norm, self._config.norm_eps)
+
+
+class CompressedDecoder(StreamsDecoder):
+    """DeepSeek-V4's."""
+
+    def _compute_by(self, ops: Ops) -> None:
+        super()._compute_by(ops)
+        self._attention_over = CompressedAttention(self._config, ops, self._share.num_heads)
+
+    @cached_property
+    def _layout(self) -> CompressedLayout:
+        return CompressedLayout(self._config, self._ops.block_size)
+
+    @property
+    def parts_of_token(self) -> tuple[int, int]:
+        """See `Decoder.parts_of_token`: a key, and what entries are made of."""
+        return self._layout.key_dim, self._layout.together if self._groups is None else self._layout.apart
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """See `CausalLm.windows`: of the layers that hold entries alone, then of what a layer has of tokens. In stages
+        each layer has all in one block."""
+        if self._pipeline.stages > 1:
+            return (None,) * self._config.num_layers
+        return (None,) * self._layout.holders + (self._layout.window,) * self._config.num_layers
+
+    def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
+        """See `CausalLm.allocate_kv`; in groups those of the layers that hold entries come first."""
+        layers = len(self._weights.layers) + (0 if self._groups is None else self._layout.holders)
+        return allocate_caches(
+            layers, self._groups, lambda: self._ops.latents.allocate(num_blocks, *self.parts_of_token)
+        )
+
+    def check_inputs(self, *, of_clients: bool) -> None:
+        """Raises ModelError."""
+        raise ModelError("enable_prompt_embeds: experts are chosen by tokens, which embeddings do not say")
+
+    def _attention_of(self, number: int, x: Tensor, meta: BatchMeta, caches: KvCaches) -> Callable[[], Tensor]:
+        step = self._step(number, self._weights.layers[number], meta, caches)
+        return partial(self._attention_over.attend, step, self._attention_over.queries(step, x))
 
     def _step(self, number: int, layer: LayerWeights, meta: BatchMeta, caches: KvCaches) -> LayerStep:
         layout, groups, index = self._layout, self._groups, number + self._weights.first_layer

@@ -19,17 +19,22 @@ class OpenBlock(NamedTuple):
     """[n, S, hidden]"""
     added: Tensor
     """[n, S]: how much of the output each stream gets."""
-    mixed: Tensor
-    """[n, S, S]: how much of each stream goes to each; its rows and columns add up to nearly 1."""
+    mixed: Tensor | None
+    """[n, S, S]: how much of each stream goes to each; its rows and columns add up to nearly 1. None: each goes to
+    itself."""
 
     def close(self, output: Tensor) -> Tensor:
         """The block's output [n, hidden] → the streams behind it."""
+        if self.mixed is None:
+            made = self.added.unsqueeze(2) * output.float().unsqueeze(1)
+            return (made + self.streams.float()).to(self.streams.dtype)
         kept = torch.matmul(self.mixed.transpose(1, 2), self.streams)
         return torch.baddbmm(kept, self.added.unsqueeze(2), output.to(kept.dtype).unsqueeze(1))
 
     def select(self, rows: Tensor) -> OpenBlock:
         """The same of some rows."""
-        return OpenBlock(*(each.index_select(0, rows) for each in self))
+        mixed = None if self.mixed is None else self.mixed.index_select(0, rows)
+        return OpenBlock(self.streams.index_select(0, rows), self.added.index_select(0, rows), mixed)
 
 
 def open_block(
@@ -37,6 +42,8 @@ def open_block(
 ) -> tuple[Tensor, OpenBlock]:
     """streams [n, S, hidden] → the row that the block reads, [n, hidden], and what its output is to be given to."""
     count = config.streams
+    if not config.mixes:
+        return _open_alone(streams, weights, config, norm_eps)
     made = torch.split(_projected(streams, weights, norm_eps), [count, count, count * count], dim=1)
     bases = torch.split(weights.base, [count, count, count * count])
     taken, added, mixed = (part * scale + base for part, scale, base in zip(made, weights.scale, bases, strict=True))
@@ -47,7 +54,17 @@ def open_block(
         mixed = mixed / (mixed.sum(dim=1, keepdim=True) + config.eps)
     read = _joined(streams, taken.sigmoid() + config.eps)
     dtype = streams.dtype
-    return read, OpenBlock(streams, (2 * added.sigmoid()).to(dtype), mixed.to(dtype))
+    return read, OpenBlock(streams, (config.magnitude * added.sigmoid()).to(dtype), mixed.to(dtype))
+
+
+def _open_alone(
+    streams: Tensor, weights: StreamMixing, config: HyperConnections, norm_eps: float
+) -> tuple[Tensor, OpenBlock]:
+    """Of streams that are not mixed."""
+    made, bases = _projected(streams, weights, norm_eps).chunk(2, dim=1), weights.base.chunk(2)
+    taken, added = (part * scale + base for part, scale, base in zip(made, weights.scale, bases, strict=True))
+    read = _joined(streams, taken.sigmoid() + config.eps)
+    return read, OpenBlock(streams, config.magnitude * added.sigmoid() + config.eps, None)
 
 
 def close_streams(streams: Tensor, weights: StreamMixing, config: HyperConnections, norm_eps: float) -> Tensor:

@@ -19,9 +19,7 @@ from services.worker.models.hf_layers.latent import IndexConfig, LatentConfig
 from services.worker.models.sharding import PipelineStage
 from services.worker.models.weights import IndexWeights, LatentWeights, LayerWeights
 from services.worker.ops.interface import AttentionName, BatchMeta, CacheDtype, LatentCache, Ops
-
-_KEY_EPS = 1e-6
-"""Of the norm of an indexer's keys."""
+from services.worker.ops.torch_latent import sunk_attention
 
 
 def check_latent(latent: LatentConfig, cache: CacheDtype, attention: AttentionName, stage: PipelineStage) -> None:
@@ -88,7 +86,7 @@ class LatentAttention:
         if weights is None:
             return torch.cat((cached, cached.new_zeros(len(x), index.dim)), dim=1), None
         keys, counts = torch.split(self._ops.linear(x, weights.inputs).float(), [index.dim, index.heads], dim=1)
-        keys = F.layer_norm(keys, (index.dim,), *weights.key_norm, eps=_KEY_EPS)
+        keys = F.layer_norm(keys, (index.dim,), *weights.key_norm, eps=index.norm_eps)
         return torch.cat((cached, keys.to(cached.dtype)), dim=1), counts
 
     def _choose(
@@ -118,13 +116,12 @@ class LatentAttention:
             assert self._choice is not None, "the first layer of a stage has an indexer"
             assert self._choice.meta is meta, "an indexer chose for this step"
             chosen = self._choice.slots
-        mixed = ops.attention(
-            torch.cat((absorbed, rotated.to(absorbed.dtype)), dim=2),
-            LatentCache.of(cache, self._latent.rope_dim),
-            meta,
-            scale=self._scale,
-            chosen=chosen,
-        )
+        q = torch.cat((absorbed, rotated.to(absorbed.dtype)), dim=2)
+        own = LatentCache.of(cache, self._latent.rope_dim)
+        if layer.sinks is not None:  # which no kernel of latents knows
+            mixed = sunk_attention(q, own, meta, self._scale, layer.sinks, chosen).to(q.dtype)
+        else:
+            mixed = ops.attention(q, own, meta, scale=self._scale, chosen=chosen)
         return ops.linear_of_heads(mixed, weights.values_up).flatten(1)
 
 

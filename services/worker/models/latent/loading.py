@@ -82,6 +82,8 @@ class LatentLoader(NamedTuple):
         """Never rounded beyond what the checkpoint is: it only chooses, as routers do."""
         hidden, name = self.config.hidden_size, f"{self.name}.indexer"
         order = rotated_first(index.interleaved, self.latent.rope_dim, index.dim)
+        if index.rotates_last:
+            order = torch.arange(index.dim)
         by_head = (torch.arange(index.heads).unsqueeze(1) * index.dim + order).flatten()
         keys = permuted(self.matrices.read(f"{name}.wk", (index.dim, hidden)), order)
         weights = self.matrices.read(f"{name}.weights_proj", (index.heads, hidden))

@@ -34,6 +34,8 @@ from services.worker.ops.interface import PackedLinear
 
 KEYS_AND_VALUES = "self_attn.kv_b_proj"
 """The module that makes them of latents. It stands on the other side of attention here: see `LatentAttention`."""
+_LATENT_GATES = "self_attn.gate_proj"
+"""What says how much of each element of latent attention's values is taken, where there are such gates."""
 _OF_DEPTH = "linear"
 """The module that what a shared block gives goes through at each depth."""
 _SHARED = ("shared_experts", "shared_expert")
@@ -133,11 +135,16 @@ def _latent_sizes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[
     made = {"self_attn.q_proj": (hidden, queries)}
     if latent.q_rank is not None:
         made = {"self_attn.q_a_proj": (hidden, latent.q_rank), "self_attn.q_b_proj": (latent.q_rank, queries)}
-    return made | {
-        "self_attn.kv_a_proj_with_mqa": (hidden, latent.cached_dim),
-        KEYS_AND_VALUES: (latent.kv_rank, heads * (latent.nope_dim + latent.value_dim)),
-        "self_attn.o_proj": (heads * latent.value_dim, hidden),
-    }
+    gates = {_LATENT_GATES: (hidden, heads * latent.value_dim)} if latent.gated else {}
+    return (
+        made
+        | gates
+        | {
+            "self_attn.kv_a_proj_with_mqa": (hidden, latent.cached_dim),
+            KEYS_AND_VALUES: (latent.kv_rank, heads * (latent.nope_dim + latent.value_dim)),
+            "self_attn.o_proj": (heads * latent.value_dim, hidden),
+        }
+    )
 
 
 def _compressed_sizes(config: ModelConfig, compressed: CompressedConfig) -> dict[str, tuple[int, int]]:
@@ -327,6 +334,8 @@ def _of_latent(
         yield ModulesOfMatrix(layer.qkv, every, (queries, cached))
         yield ModulesOfMatrix(layer.latent.q_up, (0, latent.q_rank), (ModuleRows("self_attn.q_b_proj", own),))
     columns = (first * latent.value_dim, end * latent.value_dim)
+    if layer.gate is not None:
+        yield ModulesOfMatrix(layer.gate, every, (ModuleRows(_LATENT_GATES, columns),))
     yield ModulesOfMatrix(layer.output, columns, (ModuleRows("self_attn.o_proj", every),))
 
 

@@ -96,8 +96,8 @@ def find_plugin_model(folder: Path) -> PluginModel | None:
         raise ModelError(
             f"{where}: base {architecture.base}: it has {base.states.kind}, which no package's model can have"
         )
-    if base.compressed is not None:
-        raise ModelError(f"{where}: base {architecture.base}: no package's model can have compressed keys")
+    if base.connections is not None:
+        raise ModelError(f"{where}: base {architecture.base}: no package's model can have several streams")
     config = _asked(where, lambda: architecture.config(base))
     if not isinstance(config, ModelConfig):
         raise ModelError(f"{where}: config: a ModelConfig is expected, not {config!r:.80}")

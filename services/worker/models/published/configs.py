@@ -16,12 +16,11 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.models.config import LayerConfig, ModelError, SkipConnections
+from services.worker.models.published.hunyuan import HY4, hy4
 from services.worker.models.published.layout import Published
 from services.worker.models.published.minimax import MINIMAX_M3, minimax_m3
 from services.worker.models.published.mixtures import bailing, bailing_2, deepseek
 from services.worker.models.published.nas import NEMOTRON_NAS, nemotron_nas
-
-BASE = "LlamaForCausalLM"
 
 _Keys = Mapping[str, Any]
 
@@ -32,7 +31,7 @@ def published_config(raw: dict[str, Any], architecture: str) -> Published:
     read = PUBLISHED[architecture](raw)
     kept = {key: raw[key] for key in ("dtype", "torch_dtype", "eos_token_id") if key in raw}
     base = {key: value for key, value in (kept | read.base).items() if key != "quantization_config"}
-    return read._replace(base=base | {"architectures": [BASE]})
+    return read._replace(base=base | {"architectures": [read.like]})
 
 
 def _llama(raw: _Keys) -> Published:
@@ -354,5 +353,6 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     "BailingMoeV2ForCausalLM": bailing_2,
     "DeepseekForCausalLM": deepseek,
     MINIMAX_M3: minimax_m3,
+    HY4: hy4,
 }
 """Who reads the configuration of which architecture."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from services.worker.models.config import LayerConfig
+from services.worker.models.config import LayerConfig, ModelConfig
 
 
 class Published(NamedTuple):
     """What a `config.json` says."""
 
     base: dict[str, Any]
-    """As that of a Llama would say it."""
+    """As that of the architecture which it is `like` would say it."""
     changes: dict[str, Any]
     """Fields of its `ModelConfig` that are others."""
     longest: int | None = None
     """Tokens of the longest sequence that is computed so; None: as many as `base` says."""
     arranged: Callable[[LayerConfig], tuple[LayerConfig, ...]] | None = None
     """Its layers, by one of that Llama's, which are alike; None: they are its."""
+    like: str = "LlamaForCausalLM"
+    revised: Callable[[ModelConfig], ModelConfig] | None = None
+    """What it is, by what that one would be; None: nothing is other than `changes` say."""

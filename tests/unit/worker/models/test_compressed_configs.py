@@ -18,7 +18,7 @@ from services.worker.models.compressed.names import library_name
 from services.worker.models.config import Compression, ModelConfig, ModelError
 from services.worker.models.expert_parallel.settings import ExpertSettings
 from services.worker.models.hf_config import read_model_config
-from services.worker.models.hyper_connections.limits import check_compressed
+from services.worker.models.hyper_connections.limits import check_streams
 from services.worker.models.loaded_model import LoadSettings
 from services.worker.models.rope import PlainRope, YarnRope
 from services.worker.models.sharding import stage_of
@@ -115,17 +115,17 @@ def test_what_it_is_not_combined_with_is_refused_by_the_setting(
 ) -> None:
     config = read(tmp_path, **FLASH)
     chosen = LoadSettings(folder=tmp_path, platform=built_in_platform("cpu"))
-    check_compressed(chosen, config, stage_of(config, 0, 1), None)
+    check_streams(chosen, config, stage_of(config, 0, 1), None)
     with pytest.raises(ModelError, match=complaint):
-        check_compressed(replace(chosen, **settings), config, stage_of(config, 0, 1), None)
+        check_streams(replace(chosen, **settings), config, stage_of(config, 0, 1), None)
 
 
 def test_layers_that_choose_experts_by_tokens_are_of_the_first_stage(tmp_path: Path) -> None:
     config = read(tmp_path, **FLASH)
     chosen = LoadSettings(folder=tmp_path, platform=built_in_platform("cpu"))
-    check_compressed(chosen, config, stage_of(config, 1, 2, (3, 40)), None)
+    check_streams(chosen, config, stage_of(config, 1, 2, (3, 40)), None)
     with pytest.raises(ModelError, match="pp-layers: layer 2 chooses experts by tokens, which only the first stage"):
-        check_compressed(chosen, config, stage_of(config, 1, 2, (2, 41)), None)
+        check_streams(chosen, config, stage_of(config, 1, 2, (2, 41)), None)
 
 
 def test_it_is_not_simulated(tmp_path: Path) -> None:
