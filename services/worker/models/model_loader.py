@@ -36,7 +36,7 @@ from services.worker.models.expert_parallel.placement import ExpertPlacement
 from services.worker.models.expert_parallel.rearrangement import ExpertRearranger, RearrangerParts
 from services.worker.models.fallback.library_loader import load_library_model
 from services.worker.models.hf_config import has_head, is_native, read_model_config
-from services.worker.models.hf_layers.compressed import DEEPSEEK_V4
+from services.worker.models.hf_layers.compressed import DEEPSEEK_V4, HY4
 from services.worker.models.hyper_connections.decoder import CompressedDecoder, StreamsDecoder
 from services.worker.models.hyper_connections.limits import check_streams
 from services.worker.models.latent.attention import check_latent
@@ -65,7 +65,6 @@ from services.worker.models.pooling.classification import (
 )
 from services.worker.models.pooling.step_pooling import read_token_rows
 from services.worker.models.published import hunyuan, minimax
-from services.worker.models.published.hunyuan import HY4
 from services.worker.models.published.minimax import MINIMAX_M3
 from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.quantization.method import QuantizationMethod

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Struct, field
 
 from services.worker.backend import BackendError
-from services.worker.models.hf_layers.compressed import DEEPSEEK_V4
-from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES
+from services.worker.models.hf_layers.compressed import DEEPSEEK_V4, HY4
+from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES, LFM3
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
 from services.worker.models.hf_layers.latent import RawLatent, read_latent
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
@@ -183,9 +183,10 @@ def _refuse_states(path: Path) -> None:
     kinds = (
         (MAMBA_ARCHITECTURES, "state-space layers"),
         (DELTA_ARCHITECTURES, "gated delta nets"),
-        (CONVOLUTION_ARCHITECTURES, "short convolutions"),
+        ((*CONVOLUTION_ARCHITECTURES, LFM3), "short convolutions"),
         (SELECTIVE_ARCHITECTURES, "selective state-space layers"),
         ((DEEPSEEK_V4,), "compressed keys"),
+        ((HY4,), "several streams"),
     )
     for known, kind in kinds:
         of_kind = [each for each in named if each in known]

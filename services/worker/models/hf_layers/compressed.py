@@ -5,6 +5,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 DEEPSEEK_V4 = "DeepseekV4ForCausalLM"
+HY4 = "HYV4ForCausalLM"
+"""Its residual is several streams, too; its attention is latent."""
 
 
 class Compression(Struct, frozen=True):

@@ -16,7 +16,8 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.models.config import LayerConfig, ModelError, SkipConnections
-from services.worker.models.published.hunyuan import HY4, hy4
+from services.worker.models.hf_layers.compressed import HY4
+from services.worker.models.published.hunyuan import hy4
 from services.worker.models.published.layout import Published
 from services.worker.models.published.minimax import MINIMAX_M3, minimax_m3
 from services.worker.models.published.mixtures import bailing, bailing_2, deepseek

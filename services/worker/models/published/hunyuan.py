@@ -16,7 +16,6 @@ from services.worker.models.config import HyperConnections, ModelConfig, ModelEr
 from services.worker.models.published.layout import Published
 from services.worker.ops.interface import SILU_LIMIT
 
-HY4 = "HYV4ForCausalLM"
 _LIKE = "GlmMoeDsaForCausalLM"
 _INDEXED = "indexed_attention"
 _PERIOD = 4

@@ -165,7 +165,8 @@ def test_dummy_weights_have_the_shapes_of_a_rank(tmp_path: Path) -> None:
         assert (tuple(mixer.conv_weight.shape), tuple(mixer.conv_bias.shape)) == ((3, 32), (32,))
 
 
-def test_the_simulation_knows_no_states(tmp_path: Path) -> None:
-    read(tmp_path, LFM2_1B)
-    with pytest.raises(BackendError, match=r"no models with short convolutions \(Lfm2ForCausalLM\)"):
+@pytest.mark.parametrize("base", [LFM2_1B, LFM3_2B], ids=lambda each: str(each["architectures"][0]))
+def test_the_simulation_knows_no_states(tmp_path: Path, base: dict[str, Any]) -> None:
+    read(tmp_path, base)
+    with pytest.raises(BackendError, match=rf"no models with short convolutions \({base['architectures'][0]}\)"):
         read_shape(tmp_path, "auto")

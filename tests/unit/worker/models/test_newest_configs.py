@@ -1,0 +1,137 @@
+"""What configs say of MiniMax-M3 and HY4, as published files have it and as transformers 5 does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.backend import BackendError
+from services.worker.models.config import HyperConnections, Mixture
+from services.worker.models.hf_config import is_native, read_model_config
+from services.worker.models.published import hunyuan, minimax
+from services.worker.sim.shape import read_shape
+from tests.support.models.config_files import assert_refused, read, write
+
+M3: dict[str, Any] = {
+    "architectures": ["MiniMaxM3VLForCausalLM"],
+    "hidden_act": "swigluoai",
+    "moe_layer_freq": [0] * 3 + [1] * 57,
+    "partial_rotary_factor": 0.5,
+    "rotary_dim": 64,
+    "sparse_attention_config": {
+        "sparse_attention_freq": [0] * 3 + [1] * 57,
+        "sparse_block_size": 128,
+        "sparse_topk_blocks": 16,
+    },
+}
+"""With the keys of published files; sizes are the defaults."""
+HY4: dict[str, Any] = {"architectures": ["HYV4ForCausalLM"]}
+
+
+def test_minimax_m3_is_read_up_to_what_its_indexer_chooses_whole(tmp_path: Path) -> None:
+    config = read(tmp_path, M3)
+    assert is_native(tmp_path)
+    assert config.max_positions == 2048
+    assert read(tmp_path, M3, sparse_attention_config=None).max_positions == 524_288
+    assert config.mixture == Mixture(
+        experts=128,
+        chosen=4,
+        intermediate_size=3072,
+        renormalised=True,
+        shared_size=3072,
+        shared_gated=False,
+        scoring="sigmoid",
+        corrected=True,
+        scale=2.0,
+    )
+    assert [layer.mixes for layer in config.layers] == [False] * 3 + [True] * 57
+    assert (config.intermediate_size, config.activation, config.rotary_dim) == (12_288, "swigluoai", 64)
+    assert (config.norm_offset, config.qk_norm, config.post_norms) == (True, True, False)
+
+
+def test_minimax_m3_is_found_within_the_model_with_a_tower(tmp_path: Path) -> None:
+    text = {key: value for key, value in M3.items() if key != "architectures"}
+    whole = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "text_config": text, "dtype": "bfloat16"}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
+    assert read_model_config(tmp_path / "whole") == read(tmp_path / "alone", M3, dtype="bfloat16")
+
+
+def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
+    config = read(tmp_path, HY4)
+    assert is_native(tmp_path)
+    assert config.connections == HyperConnections(4, 0, 1e-6, mixes=False, magnitude=2.0)
+    assert config.attention_sinks
+    latent, mixture = config.latent, config.mixture
+    assert latent is not None
+    assert (latent.gated, latent.interleaved, latent.query_dim, latent.value_dim) == (True, False, 256, 256)
+    assert latent.index is not None
+    assert (latent.index.chosen, latent.index.rotates_last, latent.index.norm_eps) == (2048, True, 1e-5)
+    assert [number for number in range(34) if number not in latent.index.shared] == [0, *range(1, 34, 4)]
+    assert mixture is not None
+    assert (mixture.limited, mixture.scale, mixture.shared_size) == (True, 2.827, 768)
+    assert [layer.mixes for layer in config.layers] == [False] + [True] * 33
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "complaint"),
+    [
+        (M3, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu, swigluoai"),
+        (M3, {"swiglu_limit": 8.0}, "swiglu_limit 8.0 is not supported; 7.0 is"),
+        (M3, {"rotary_dim": 32}, "rotary_dim 32: partial_rotary_factor 0.5 says 64 of 128 elements"),
+        (
+            *(M3, {"partial_rotary_factor": None}),
+            "rotary_dim 64: partial_rotary_factor None says 128 of 128 elements",
+        ),
+        (
+            M3,
+            {"partial_rotary_factor": 1.5},
+            "partial_rotary_factor 1.5: 192 of 128 elements of a head would be rotated",
+        ),
+        (M3, {"num_experts_per_tok": 129}, "num_experts_per_tok 129: there are 128 experts"),
+        (M3, {"moe_layer_freq": [1]}, "mlp_layer_types names 1 layers, num_hidden_layers 60"),
+        (
+            *(M3, {"layer_types": ["sliding_attention"] * 60}),
+            "layer_types 'sliding_attention' is not supported; supported: full_attention, minimax_m3_sparse",
+        ),
+        (
+            *(M3, {"mlp_layer_types": ["hash"] * 60}),
+            "mlp_layer_types 'hash' is not supported; supported: dense, sparse",
+        ),
+        (M3, {"shared_intermediate_size": 0}, "shared_intermediate_size 0 is not positive"),
+        (HY4, {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; 10.0 is"),
+        (HY4, {"hc_mult": 0}, "hc_mult 0 is not positive"),
+        (
+            *(HY4, {"layer_types": ["full_attention"]}),
+            "layer_types 'full_attention' is not supported; supported: indexed_attention",
+        ),
+        (HY4, {"mlp_layer_types": ["moe"] * 34}, "mlp_layer_types 'moe' is not supported; supported: dense, sparse"),
+    ],
+    ids=str,
+)
+def test_what_is_not_computed_is_refused_by_key_and_value(
+    tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], complaint: str
+) -> None:
+    assert_refused(tmp_path, base, changes, complaint)
+
+
+def test_published_names_are_the_librarys() -> None:
+    assert minimax.library_name("model.layers.1.block_sparse_moe.experts.3.w2.weight") == (
+        "model.layers.1.mlp.experts.3.down_proj.weight"
+    )
+    assert minimax.library_name("model.layers.1.block_sparse_moe.e_score_correction_bias") == (
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    )
+    assert hunyuan.library_name("model.hc_pre.hc_head.hc_head_fn") == "model.hc_head.hc_fn"
+    assert hunyuan.library_name("model.layers.0.hc_pre.hc_mlp_layer.hc_base") == "model.layers.0.ffn_hc.base"
+    assert hunyuan.library_name("model.layers.0.self_attn.linear_gate.weight") == (
+        "model.layers.0.self_attn.gate_proj.weight"
+    )
+
+
+def test_the_simulation_knows_no_streams(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match=r"no models with several streams \(HYV4ForCausalLM\)"):
+        read_shape(write(tmp_path, HY4), "auto")
