@@ -1,4 +1,4 @@
-"""Models with DeepSeek sparse attention (DeepSeek-V3.2, GLM-5) beyond what is tested of every family: their variants,
+"""Models with DeepSeek sparse attention (DeepSeek-V3.2, GLM-5, HY4) beyond what is tested of every family: variants,
 what their caches take, published checkpoints, and what is refused."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelError
@@ -47,8 +48,9 @@ def agrees(model: TinyModel, recorded: list[Tensor], **settings: Any) -> None:
         ("deepseek-v3.2", {"index_head_dim": 8, "first_k_dense_replace": 0, "mlp_layer_types": None}, "torch"),
         ("glm-5", {"indexer_types": None, "n_group": 1, "topk_group": 1}, "native"),
         ("glm-5", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "torch"),
+        ("hy4", {"indexer_types": None, "mlp_layer_types": None, "hc_mult": 4, "hc_magnitude": 1.5}, "torch"),
     ],
-    ids=["from dense on", "all rotated", "as published", "named layers"],
+    ids=["from dense on", "all rotated", "as published", "named layers", "streams"],
 )
 def test_variants_are_as_the_reference_has_them(
     tmp_path: Path, recorded: list[Tensor], family: str, changes: dict[str, Any], ops: OpsName
@@ -56,7 +58,7 @@ def test_variants_are_as_the_reference_has_them(
     agrees(make_model(family, tmp_path, **changes), recorded, ops=ops)
 
 
-@pytest.mark.parametrize(("family", "ops"), [("deepseek-v3.2", "native"), ("glm-5", "torch")])
+@pytest.mark.parametrize(("family", "ops"), [("deepseek-v3.2", "native"), ("glm-5", "torch"), ("hy4", "native")])
 def test_a_part_of_a_long_prompt_is_what_is_attended_to(
     tmp_path: Path, recorded: list[Tensor], family: str, ops: OpsName
 ) -> None:
@@ -68,8 +70,22 @@ def test_a_part_of_a_long_prompt_is_what_is_attended_to(
     assert difference[-1] > 0.1, "models that attend to everything would agree, too"
 
 
+@pytest.mark.parametrize("ops", ["torch", "native"])
+def test_of_hy4_only_experts_are_limited(tmp_path: Path, recorded: list[Tensor], ops: OpsName) -> None:
+    """MLPs and the experts of all rows are not, whatever they are given."""
+    model = make_model("hy4", tmp_path)
+    exact = model.logits(PROMPT)
+    with torch.no_grad():
+        for name, weight in model.reference.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "mlp.up_proj.weight", "shared_experts.up_proj.weight")):
+                weight.mul_(30)
+    model.reference.save_pretrained(tmp_path)
+    assert (model.logits(PROMPT) - exact).abs().max() > 1e-2
+    agrees(model, recorded, ops=ops)
+
+
 @pytest.mark.features("speculative", "chunked prefill", "preemption")
-@pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-5"])
+@pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-5", "hy4"])
 def test_drafts_chunks_and_preemption_change_no_text(tmp_path: Path, family: str) -> None:
     model = make_model(family, tmp_path)
     ngram = SpeculationSettings(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
