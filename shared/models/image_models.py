@@ -40,7 +40,8 @@ QWEN2_5_OMNI = (
 QWEN3_OMNI = ("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration")
 QWEN_OMNI = (*QWEN2_5_OMNI, *QWEN3_OMNI)
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-TEXT_ALONE = ("MiniMaxM3SparseForConditionalGeneration",)
+MINIMAX_M3_VL, LFM3_VL = "MiniMaxM3SparseForConditionalGeneration", "Lfm3VlForConditionalGeneration"
+TEXT_ALONE = (MINIMAX_M3_VL, LFM3_VL)
 """Of these the language model alone is served, which Baton's own code computes."""
 IMAGE_ARCHITECTURES = (
     GEMMA,

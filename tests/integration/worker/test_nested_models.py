@@ -83,6 +83,16 @@ def test_kimi_as_it_is_published(tmp_path: Path, recorded: list[Tensor]) -> None
     assert (model.logits(PROMPT) - exact).abs().max() > 1e-2, "weights that were not rounded would agree, too"
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_texts_of_lfm3_vl(tied: bool, tmp_path: Path, recorded: list[Tensor]) -> None:
+    """Its tower is left out."""
+    model = library_model("Lfm3Vl", tmp_path, tied=tied)
+    backend = native(model)
+    card: Any = backend.card
+    assert not card.images, "images are refused"
+    agrees(model, recorded)
+
+
 def test_minimax_m3_as_it_is_published(tmp_path: Path, recorded: list[Tensor]) -> None:
     """Each expert alone, gates and ups apart, and a tower that nobody reads."""
     model = library_model("MiniMaxM3VL", tmp_path)

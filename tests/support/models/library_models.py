@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
-from tests.support.models.tiny_models import MINIMAX_M3, POSITIONS, VOCABULARY, TinyModel
+from tests.support.models.tiny_models import LFM3, MINIMAX_M3, POSITIONS, VOCABULARY, TinyModel
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -301,6 +301,7 @@ NESTED: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"],
         "model_type": "lfm2",
     },
+    "Lfm3Vl": {**_SHAPE, **LFM3, "model_type": "lfm3"},
     "MiniMaxM3VL": {
         **_SHAPE,
         **MINIMAX_M3,

@@ -185,7 +185,7 @@ MINIMAX_M3: dict[str, Any] = {
     "index_block_size": 32,
     "index_topk_blocks": 8,
 }
-_LFM3: dict[str, Any] = {
+LFM3: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
     "sliding_window": 24,
@@ -333,7 +333,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": ("Zamba2Config", _ZAMBA2),
     "minimax-m3": ("MiniMaxM3VLTextConfig", MINIMAX_M3),
     "lfm2": ("Lfm2Config", {**_CONVOLUTION, "block_multiple_of": 16}),
-    "lfm3": ("Lfm3Config", _LFM3),
+    "lfm3": ("Lfm3Config", LFM3),
     "lfm2-moe": ("Lfm2MoeConfig", {**_CONVOLUTION, **_EXPERTS, "num_dense_layers": 1}),
     "gemma2": (
         "Gemma2Config",

@@ -8,7 +8,16 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.models.hf_layers.tied_heads import TIED, HasHead, tied_head, without_tensors, without_ties
-from shared.models.image_models import GEMMA, KIMI_K2_5, LFM2_VL, LLAVA_ONEVISION, MISTRAL3, OVIS2, TEXT_ALONE
+from shared.models.image_models import (
+    GEMMA,
+    KIMI_K2_5,
+    LFM2_VL,
+    LFM3_VL,
+    LLAVA_ONEVISION,
+    MINIMAX_M3_VL,
+    MISTRAL3,
+    OVIS2,
+)
 
 LANGUAGE_MODELS = {
     "llama": "LlamaForCausalLM",
@@ -23,7 +32,8 @@ _OWN_MODELS = {
     LLAVA_ONEVISION: {"qwen2": "Qwen2ForCausalLM"},
     OVIS2: {"qwen2": "Qwen2ForCausalLM"},
     **{each: {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"} for each in KIMI_K2_5},
-    **{each: {"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"} for each in TEXT_ALONE},
+    MINIMAX_M3_VL: {"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
+    LFM3_VL: {"lfm3": "Lfm3ForCausalLM"},
     LFM2_VL: {"lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM"},
 }
 """Those of others, by the architecture of the whole."""
