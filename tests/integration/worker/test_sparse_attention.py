@@ -3,6 +3,7 @@ what their caches take, published checkpoints, and what is refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import Tensor
 
 from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
+from services.worker.models.hyper_connections.limits import check_streams
 from services.worker.models.latent.attention import check_latent
-from services.worker.models.sharding import PipelineStage
+from services.worker.models.loaded_model import LoadSettings
+from services.worker.models.sharding import PipelineStage, stage_of
 from services.worker.ops.interface import OpsName
+from services.worker.platforms.installed import built_in_platform
 from services.worker.speculation.settings import SpeculationSettings
 from tests.support.models.quantised_files import quantised
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
@@ -115,6 +119,23 @@ def test_a_token_is_cached_with_a_key_of_the_indexer(tmp_path: Path, ops: OpsNam
     backend = tiny_backend(make_model("deepseek-v3.2", tmp_path).path, ops=ops)
     each = 4 * LAYERS * backend.card.block_size
     assert backend.rank.decoder.kv_block_bytes == each * (RANK + ROTATED + INDEX)
+
+
+def test_what_does_not_combine_with_streams_is_refused_at_start(tmp_path: Path) -> None:
+    model = make_model("hy4", tmp_path)
+    with pytest.raises(ModelError, match="enable_prompt_embeds: streams of this model begin with embeddings of tokens"):
+        tiny_backend(model.path, prompt_embeds=True)
+    itself = SpeculationSettings(method="draft", num_speculative_tokens=2, model=str(model.path))
+    with pytest.raises(ModelError, match=r"a model with several streams \(HYV4ForCausalLM\) drafts for no other"):
+        tiny_backend(model.path, speculation=itself)
+    medusa = SpeculationSettings(method="medusa", num_speculative_tokens=2, model=str(tmp_path))
+    with pytest.raises(ModelError, match="speculative method medusa: HYV4ForCausalLM takes drafts by ngram"):
+        tiny_backend(model.path, speculation=medusa)
+    chosen, config = LoadSettings(folder=tmp_path, platform=built_in_platform("cpu")), read_model_config(tmp_path)
+    whole = stage_of(config, 0, 1)
+    check_streams(chosen, config, whole, None)
+    with pytest.raises(ModelError, match=r"enable_sp: not for a model with several streams \(HYV4ForCausalLM\)"):
+        check_streams(replace(chosen, shared_rows=64), config, whole, None)
 
 
 @pytest.mark.refuses("sparse attention (DSA)", "--kv-cache-dtype fp8", "--model-impl transformers")
