@@ -85,9 +85,11 @@ def ready_once(members: Iterable[SupervisedProcess]) -> frozenset[InstanceId]:
 def with_its_engine(members: Sequence[SupervisedProcess], instance: InstanceId) -> tuple[InstanceId, ...]:
     """A process, and behind it those that cannot go on without it: the others of its engine."""
     processes = [member.process for member in members]
-    engine = next((each.engine for each in processes if each.instance == instance), None)
+    engine = next((each.engine for each in processes if each.instance == instance and each.service != "kvstore"), None)
+    if engine is None:
+        return (instance,)
     ours = [each.instance for each in processes if each.engine == engine and each.service != "kvstore"]
-    return tuple(sorted(ours, key=instance.__ne__)) if engine is not None and instance in ours else (instance,)
+    return (instance, *(each for each in ours if each != instance))
 
 
 def first_free(taken: Container[int | None], count: int) -> int:
