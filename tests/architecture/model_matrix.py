@@ -59,6 +59,7 @@ ARCHITECTURES = (
     Architecture("Qwen3.5-MoE", True, "qwen3.5-moe"),
     Architecture("Olmo-Hybrid", True, "olmo-hybrid"),
     Architecture("Kimi-Linear", True, "kimi-linear"),
+    Architecture("Ling 3", True, "ling-3"),
     Architecture("MiniMax", True, "minimax"),
     Architecture("Nemotron-H", True, "nemotron-h"),
     Architecture("Nemotron-H MoE", True, "nemotron-h-moe"),

@@ -288,18 +288,12 @@ class _Loader:
             sinks=self._sinks(f"{name}.sinks") if config.attention_sinks else None,
             slopes=alibi_slopes(config.num_heads)[slice(*self._share.heads)].to(self._device) if config.alibi else None,
             row_norms=self._row_norms(name) if config.norms_all_heads else None,
-            gate=self._gates(name),
+            gate=self._head_gates(name) if latent is None else latent.gate(),
         )
 
-    def _gates(self, name: str) -> PackedLinear | None:
-        """Of attention whose gates are a module of their own."""
+    def _head_gates(self, name: str) -> PackedLinear | None:
         config = self._config
-        if config.latent is None or not config.latent.gated:
-            return read_head_gates(self._matrices, config, self._share, name) if config.head_gates else None
-        rows = _columns_of_heads(self._share.heads, config.latent.value_dim)
-        return self._column_parallel(
-            [(f"{name}.{self._names.head_gate}", config.num_heads * config.latent.value_dim, rows)], bias=False
-        )
+        return read_head_gates(self._matrices, config, self._share, name) if config.head_gates else None
 
     def _streams(self) -> StreamsLoader | None:
         config = self._config

@@ -22,7 +22,6 @@ from services.worker.models.checkpoint import (
     stored_bytes,
     takes_images,
 )
-from services.worker.models.compressed.names import library_name
 from services.worker.models.config import Dtype, ModelConfig, ModelError
 from services.worker.models.context_parallel.context_decoder import ContextDecoder
 from services.worker.models.context_parallel.shared_ops import ContextRanks
@@ -36,7 +35,6 @@ from services.worker.models.expert_parallel.placement import ExpertPlacement
 from services.worker.models.expert_parallel.rearrangement import ExpertRearranger, RearrangerParts
 from services.worker.models.fallback.library_loader import load_library_model
 from services.worker.models.hf_config import has_head, is_native, read_model_config
-from services.worker.models.hf_layers.compressed import DEEPSEEK_V4, HY4
 from services.worker.models.hyper_connections.decoder import CompressedDecoder, StreamsDecoder
 from services.worker.models.hyper_connections.limits import check_streams
 from services.worker.models.latent.attention import check_latent
@@ -64,8 +62,7 @@ from services.worker.models.pooling.classification import (
     token_ids,
 )
 from services.worker.models.pooling.step_pooling import read_token_rows
-from services.worker.models.published import hunyuan, minimax
-from services.worker.models.published.minimax import MINIMAX_M3
+from services.worker.models.published.names import library_names
 from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.quantization.method import QuantizationMethod
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
@@ -337,19 +334,13 @@ def _tensors(
         device=settings.device,
         base="model.",
         language_model=nests_language_model(settings.folder),
-        rename=_renaming(config),
+        rename=library_names(config),
         rest=rest,
     ) as checkpoint:
         if plugin is not None:
             yield plugin.tensors(checkpoint)
         else:
             yield checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, dtype)
-
-
-def _renaming(config: ModelConfig) -> Callable[[str], str] | None:
-    """What a checkpoint's tensors are called here, where published files differ from the library's."""
-    published = {MINIMAX_M3: minimax.library_name, HY4: hunyuan.library_name, DEEPSEEK_V4: library_name}
-    return published.get(config.architecture)
 
 
 def _check_plugin(settings: LoadSettings, plugin: PluginModel, method: QuantizationMethod | None) -> None:

@@ -22,6 +22,7 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.loaded_model import CausalLm
 from services.worker.models.loading import load_embedding, load_embedding_and_head
+from services.worker.models.published.names import library_names
 from services.worker.models.quantization.quantized_checkpoint import as_it_says
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta, EmbeddingTable, Ops, PackedLinear
@@ -151,7 +152,13 @@ class TargetModel:
         """The model's, whose tensors have the names that its language model alone would give them. Raises ModelError
         on entering."""
         sees = nests_language_model(self.folder)
-        return open_checkpoint(self.folder, self.dtype, device=self.device, base="model.", language_model=sees)
+        return open_checkpoint(
+            *(self.folder, self.dtype),
+            device=self.device,
+            base="model.",
+            language_model=sees,
+            rename=library_names(self.native_config),
+        )
 
     def _numbers(self, table: EmbeddingTable) -> Tensor:
         if not isinstance(table, Tensor):

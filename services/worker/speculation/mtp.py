@@ -119,7 +119,12 @@ def _deepseek(layer: int) -> _ModuleNames:
 
 def open_mtp(target: TargetModel, most: int) -> HiddenStateDrafter:
     """Reads the module beside the model, whole on the rank that draws, or makes one up as the model. Raises ModelError
-    where there is none."""
+    where there is none, or it is of a kind that is not read."""
+    if target.native_config.latent is not None and target.native_config.latent.gates is not None:
+        raise ModelError(
+            f"speculative method mtp: layers of {target.native_config.architecture} that predict further tokens are "
+            "not read: use ngram, suffix, draft or eagle3"
+        )
     config, device = _layer_config(target.native_config), target.device
     with _module(target) as (source, names):
         embedding, head = target.embedding_and_head()

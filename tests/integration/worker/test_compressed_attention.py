@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.scheduler.core.limits import EngineLimits
-from services.worker.models.compressed.names import library_name
 from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.lora.adapter_files import read_adapter
+from services.worker.models.published.names import deepseek_v4_name
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import Method, SpeculationSettings
 from shared.ids import ModelName
@@ -134,7 +134,7 @@ def published_codes(model: TinyModel, experts: str) -> Any:
     save_file(written, file)
     state = model.reference.state_dict()
     for name, each in numbers.items():
-        put_numbers(state, library_name(name), each)
+        put_numbers(state, deepseek_v4_name(name), each)
     quantization = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}
     described = msgspec.json.decode((model.path / "config.json").read_bytes()) | {"expert_dtype": experts}
     described["quantization_config"] = quantization

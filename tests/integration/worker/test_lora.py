@@ -200,6 +200,7 @@ def of_mixers(model: TinyModel, folder: Path) -> dict[str, TinyModel]:
         ("qwen3.5-moe", "native"),
         pytest.param("olmo-hybrid", "native", marks=pytest.mark.extras),
         pytest.param("kimi-linear", "native", marks=pytest.mark.extras),
+        pytest.param("ling-3", "native", marks=pytest.mark.extras),
         pytest.param("minimax", "native", marks=pytest.mark.extras),
         pytest.param("zamba2", "native", marks=pytest.mark.extras),
     ],

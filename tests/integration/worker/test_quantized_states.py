@@ -41,6 +41,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "olmo-hybrid": _DELTA | {"linear_key_head_dim": 32},
     "kimi-linear": {"linear_head_dim": 32, "linear_num_heads": 4, "moe_intermediate_size": 64, "kv_lora_rank": 64}
     | {"qk_nope_head_dim": 32, "v_head_dim": 16},
+    "ling-3": {"head_dim": 32, "moe_intermediate_size": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32}
+    | {"v_head_dim": 16},
     "minimax": {},
     "nemotron-h": {"mamba_num_heads": 8},
     "nemotron-h-moe": {"mamba_num_heads": 8, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64},
@@ -76,6 +78,8 @@ def quantised_states(path: Path, method: str, family: str, **changes: Any) -> Ti
         *by_lane(["olmo-hybrid"], "fp8 of whole blocks", "torch"),
         *by_lane(["kimi-linear"], "gptq", "native"),
         *by_lane(["kimi-linear"], "fp8 of whole blocks", "torch"),
+        *by_lane(["ling-3"], "gptq", "native"),
+        *by_lane(["ling-3"], "fp8 of whole blocks", "torch"),
         *by_lane(["minimax"], "gptq", "native"),
         *by_lane(["minimax"], "fp8 of blocks", "torch"),
         *by_lane(["lfm2"], "awq", "native"),

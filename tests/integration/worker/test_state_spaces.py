@@ -106,6 +106,22 @@ def agrees(model: TinyModel, recorded: list[Tensor], budget: int = 77, **setting
             },
         ),
         (
+            "ling-3",
+            {
+                "q_lora_rank": 20,
+                "short_conv_kernel_size": 3,
+                "head_dim": 20,
+                "kda_safe_gate": False,
+                "norm_topk_prob": False,
+                "n_group": 1,
+                "topk_group": 1,
+                "n_shared_experts": 2,
+                "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+                "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+                "mlp_layer_types": ["sparse", "dense", "sparse"],
+            },
+        ),
+        (
             "minimax",
             {
                 "layer_types": ["full_attention", "full_attention", "linear_attention"],
@@ -126,6 +142,7 @@ def agrees(model: TinyModel, recorded: list[Tensor], budget: int = 77, **setting
         "qwen3.5-sections",
         "olmo-rotated",
         "kimi-query-latents",
+        "ling-rates-without-bound",
         "minimax-sliding",
     ],
 )
@@ -205,6 +222,47 @@ def test_kimis_files_are_read_as_they_are_published(tmp_path: Path, recorded: li
 def test_kimis_files_are_read_as_the_library_computes_them(tmp_path: Path, recorded: list[Tensor]) -> None:
     """With a module that makes rates, one convolution, and all experts of a layer in one tensor."""
     model = make_model("kimi-linear", tmp_path)
+    model.reference.save_pretrained(tmp_path, save_original_format=False)
+    assert "model.layers.0.self_attn.forget_gate.A_log" in load_file(tmp_path / "model.safetensors")
+    agrees(model, recorded)
+    agrees(model, recorded, ops="torch", budget=1000)
+
+
+def test_lings_files_are_read_as_they_are_published(tmp_path: Path, recorded: list[Tensor]) -> None:
+    """The library writes outputs of all layers under the name that those have which attend, and other keys."""
+    model = make_model("ling-3", tmp_path, num_hidden_layers=4, layer_types=None, layer_group_size=2)
+    tensors = load_file(tmp_path / "model.safetensors")
+    with_states = (".0.attention.", ".2.attention.")
+    renamed = {
+        name.replace(".dense.", ".o_proj.") if any(each in name for each in with_states) else name: each
+        for name, each in tensors.items()
+    }
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, tmp_path / "model.safetensors")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["layer_types"], config["mlp_layer_types"], config["linear_num_heads"], config["linear_conv_kernel_dim"]
+    scaling = config.pop("rope_parameters")
+    published = {
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "head_dim": config.pop("linear_head_dim"),
+        "max_position_embeddings": config.pop("model_max_length"),
+        "n_group": config.pop("num_expert_group"),
+        "num_experts_per_tok": config.pop("num_experts_per_token"),
+        "norm_topk_prob": config.pop("moe_renormalize"),
+        "rope_theta": scaling.pop("rope_theta"),
+        "rope_scaling": scaling,
+        "gated_attention_proj_granularity_type": "head_wise",
+        "no_kda_lora": True,
+        "rope_interleave": True,
+        "score_function": "sigmoid",
+    }
+    path.write_text(json.dumps(config | published))
+    agrees(model, recorded)
+
+
+def test_lings_files_are_read_as_the_library_computes_them(tmp_path: Path, recorded: list[Tensor]) -> None:
+    model = make_model("ling-3", tmp_path)
     model.reference.save_pretrained(tmp_path, save_original_format=False)
     assert "model.layers.0.self_attn.forget_gate.A_log" in load_file(tmp_path / "model.safetensors")
     agrees(model, recorded)

@@ -42,6 +42,7 @@ def states() -> Iterator[Launch]:
     yield _one_token("MiniMax-Text-01", 64, 128, 64, 128, delta=False, even=True)
     yield _one_token("delta", 32, 128, 16, 128, delta=True)
     yield _one_token("Kimi-Linear", 32, 128, 32, 128, delta=True, by_element=True)
+    yield _one_token("Ling 3", 32, 128, 32, 128, delta=True, by_element=True, bounded=True)
 
 
 def _selections(channels: int, *, rare: bool) -> Iterator[Launch]:
@@ -114,6 +115,7 @@ def _one_token(
     delta: bool,
     even: bool = False,
     by_element: bool = False,
+    bounded: bool = False,
 ) -> Launch:
     return Launch(
         f"one token {name}",
@@ -125,9 +127,11 @@ def _one_token(
             "steps_stride": "i32",
             "root": "fp32",
             "most_written": "fp32",
+            "lower_bound": "fp32",
         }
         | dict.fromkeys(("seen", "decay", "step_bias", "skip", "states", "out"), "*fp32"),
         {"HEADS": heads, "GROUPS": groups, "DIM": dim, "STATE": state, "STATE_PAD": triton.next_power_of_2(state)}
-        | {"BLOCK": elements_at_once(state), "DELTA": delta, "EVEN": even, "BY_ELEMENT": by_element},
+        | {"BLOCK": elements_at_once(state), "DELTA": delta, "EVEN": even, "BY_ELEMENT": by_element}
+        | {"BOUNDED": bounded},
         rare=even or by_element,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,7 @@ LEFT_ALONE = (
     *("lm_head", "layers.1.self_attn.o_proj"),
     *("shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b"),
     *("linear_attn.a_proj", "linear_attn.b_proj", "self_attn.b_proj"),
+    *(".attention.b_proj", "layers.1.attention.g_proj", "layers.1.attention.dense"),
 )
 """Few outputs of delta nets are no blocks of 128, and eight codes of outputs are a word."""
 
@@ -375,8 +377,10 @@ def quantise(model: TinyModel, method: str) -> TinyModel:
 
 
 def _stored_name(module: str, tensors: dict[str, Tensor]) -> str:
-    """What a module of the library is called in its checkpoint: Nemotron-H's and Kimi-Linear's differ, and the
-    experts of Mixtral and MiniMax."""
+    """What a module of the library is called in its checkpoint: Nemotron-H's, Kimi-Linear's and Ling 3's differ,
+    and the experts of Mixtral and MiniMax."""
+    if any(".attention.f_proj." in name for name in tensors):
+        return re.sub(r"self_attn(\.forget_gate)?", "attention", module).replace(".o_proj", ".dense")
     if any(".self_attn.f_a_proj." in name for name in tensors):
         return module.replace(".forget_gate.", ".").replace(".mlp.", ".block_sparse_moe.")
     if "model.layers.0.block_sparse_moe.gate.weight" in tensors:

@@ -291,6 +291,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5}
         | {"linear_num_heads": 6, "linear_head_dim": 10, "layer_types": _DELTA["layer_types"]},
     ),
+    "ling-3": (
+        "BailingHybridConfig",
+        {key: value for key, value in _LATENT.items() if key != "n_routed_experts"}
+        | {"num_local_experts": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "pad_token_id": None}
+        | {"head_dim": 10, "layer_types": _DELTA["layer_types"]},
+    ),
     "minimax": (
         "MiniMaxConfig",
         {
@@ -348,13 +354,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 STATE_FAMILIES = (
     *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
-    *("olmo-hybrid", "kimi-linear", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2", "lfm2-moe", "lfm3"),
+    *("olmo-hybrid", "kimi-linear", "ling-3", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1"),
+    *("lfm2", "lfm2-moe", "lfm3"),
     *("mamba", "falcon-mamba", "jamba", "zamba2"),
 )
 """With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions or lightning attention."""
 IN_EXTRAS = (
-    *("olmo-hybrid", "kimi-linear", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe", "lfm3"),
-    *("falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4", "hy4", "minimax-m3"),
+    *("olmo-hybrid", "kimi-linear", "ling-3", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe"),
+    *("lfm3", "falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4", "hy4", "minimax-m3"),
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 

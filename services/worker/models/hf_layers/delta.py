@@ -12,9 +12,11 @@ SEEING_ARCHITECTURES = dict(zip(QWEN3_5, ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCa
 
 OLMO_HYBRID = "OlmoHybridForCausalLM"
 KIMI_LINEAR = "KimiLinearForCausalLM"
+LING_3 = ("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")
+"""As `transformers` calls it, and as it is published."""
 DELTA_ARCHITECTURES = (
     *("Qwen3NextForCausalLM", *SEEING_ARCHITECTURES.values(), *SEEING_ARCHITECTURES),
-    *(OLMO_HYBRID, KIMI_LINEAR),
+    *(OLMO_HYBRID, KIMI_LINEAR, *LING_3),
 )
 """Those whose layers, or most of them, have a state in place of keys and values."""
 
@@ -42,6 +44,15 @@ class DeltaConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Kimi Delta Attention (arXiv:2510.26692): each element of a key is forgotten at a rate of its own, and a sigmoid
     gates what comes out. Rates and gates are each made of so many numbers that a row is projected to. None: a head has
     one rate, and a SiLU gates; a row is projected to both."""
+    element_rates: bool = False
+    """The same without these few numbers (Ling 3): a row is projected to rates of elements and to gates."""
+    lower_bound: float | None = None
+    """See `DeltaNet`."""
+
+    @property
+    def by_element(self) -> bool:
+        """Whether each element of a key is forgotten at a rate of its own."""
+        return self.gate_rank is not None or self.element_rates
 
     @property
     def kind(self) -> str:
@@ -66,9 +77,11 @@ class DeltaConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def projected(self) -> int:
         """What a row is projected to: the convolution's channels, and the gate and two numbers of each head, or what
-        gates and rates are made of and one number of each head."""
+        gates and rates are made of and one number of each head, or these themselves and that."""
         if self.gate_rank is not None:
             return self.conv_dim + 2 * self.gate_rank + self.heads
+        if self.element_rates:
+            return self.inner + self.conv_dim + self.keys + self.heads
         return self.inner + self.conv_dim + 2 * self.heads
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import UNSET, Struct, UnsetType
 
 from services.worker.models.hf_layers.mixture import RawMixture
@@ -50,10 +52,11 @@ class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Elements of a head's values."""
     interleaved: bool
     """Elements 2i and 2i + 1 are rotated together, not i and i + rope_dim / 2."""
-    gated: bool = False
-    """How much of each element of values is taken is computed of the row (HY4)."""
     index: IndexConfig | None = None
     """None: a token attends to all before it."""
+    gates: Literal["heads", "elements"] | None = None
+    """Of what the sigmoid of a number that the row is projected to says how much is taken: of each head's values (Ling
+    3), or of each element of these (HY4); None: all is taken."""
 
     @property
     def norm_eps(self) -> float:
@@ -64,6 +67,11 @@ class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def query_dim(self) -> int:
         """Elements of a head's queries."""
         return self.nope_dim + self.rope_dim
+
+    @property
+    def gates_of_head(self) -> int:
+        """How many of these numbers a head has."""
+        return 0 if self.gates is None else 1 if self.gates == "heads" else self.value_dim
 
     @property
     def cached_dim(self) -> int:
@@ -81,8 +89,8 @@ class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         made = hidden * queries if self.q_rank is None else self.q_rank * (hidden + queries)
         keys_and_values = self.kv_rank * heads * (self.nope_dim + self.value_dim)
         index = 0 if self.index is None else self.index.parameters(hidden, self.q_rank or 0)
-        values = heads * self.value_dim * (2 if self.gated else 1)
-        return made + index + hidden * self.cached_dim + keys_and_values + hidden * values
+        of_values = heads * (self.value_dim + self.gates_of_head)
+        return made + index + hidden * self.cached_dim + keys_and_values + hidden * of_values
 
 
 class RawLatent(RawMixture, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES, LFM3
-from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, KIMI_LINEAR, OLMO_HYBRID
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, KIMI_LINEAR, LING_3, OLMO_HYBRID
 from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
 from services.worker.models.hf_layers.selective import JAMBA
 from services.worker.models.hf_layers.shared import ZAMBA2
@@ -39,8 +39,8 @@ class TensorNames(NamedTuple):
     """What lies in one module lies there for each key/value head, with its queries, one behind the other."""
     attention_output: str = "o_proj"
     head_gate: str = "gate_proj"
-    """What says how much of each head is taken, in models that have it; `transformers`, and so adapters, call it
-    `HEAD_GATE`."""
+    """What says how much of each head, or of its elements, is taken, in models that have it. LFM3's `transformers`, and
+    so adapters, call `HEAD_GATE`."""
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     mlp: str = "mlp"
@@ -159,6 +159,7 @@ _NAMES = {
         ),
     ),
     KIMI_LINEAR: TensorNames(mixer="self_attn", mixer_output="o_proj", other_mlp="block_sparse_moe"),
+    **dict.fromkeys(LING_3, TensorNames(mixer="self_attn", mixer_output="o_proj", head_gate=HEAD_GATE)),
     **dict.fromkeys(
         ("Mamba2ForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM"),
         TensorNames(

@@ -82,16 +82,7 @@ class StreamsDecoder(Decoder):
         layer, attention = self._weights.layers[number], self._latent
         assert attention is not None, "attention is latent"
         queries = attention.queries(layer, x, meta, caches[number])
-        return partial(self._gated, layer, queries, x, meta, caches[number])
-
-    def _gated(
-        self, layer: LayerWeights, queries: Tensor, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        assert self._latent is not None
-        mixed = self._latent.attend(layer, queries, meta, cache)
-        if layer.gate is None:
-            return mixed
-        return self._ops.sigmoid_gated(mixed, self._ops.linear(x, layer.gate))
+        return partial(attention.attend, layer, queries, meta, caches[number])
 
     def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
         assert norm is not None, "blocks read normed rows"

@@ -55,7 +55,7 @@ class LatentAttention:
 
     def queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         """x [n, hidden] → queries [n, H, nope + rope], the last of which are rotated; the cache has the rows' latents
-        and rotated keys then."""
+        and rotated keys then. Where there are gates, each head's lie behind its query."""
         ops, latent, weights = self._ops, self._latent, _weights(layer)
         made = ops.linear(x, layer.qkv)
         queries, cached = torch.split(made, [made.shape[1] - latent.cached_dim, latent.cached_dim], dim=1)
@@ -76,7 +76,10 @@ class LatentAttention:
         )
         if latent.index is not None and weights.index is not None and counts is not None:
             self._choice = self._choose(latent.index, weights.index, normed, counts, meta, layer.cos_sin, cache)
-        return rotated
+        if layer.gate is None:
+            return rotated
+        gates = ops.linear(x, layer.gate).view(len(x), self._heads, latent.gates_of_head)
+        return torch.cat((rotated, gates.to(rotated.dtype)), dim=2)
 
     def _with_index_key(
         self, index: IndexConfig, weights: IndexWeights | None, x: Tensor, cached: Tensor
@@ -109,7 +112,7 @@ class LatentAttention:
     def attend(self, layer: LayerWeights, queries: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         """What `queries` makes → what the heads' values add up to, [n, H * value_dim]."""
         ops, weights = self._ops.latents, _weights(layer)
-        nope, rotated = torch.split(queries, [self._latent.nope_dim, self._latent.rope_dim], dim=2)
+        nope, rotated, gates = torch.tensor_split(queries, [self._latent.nope_dim, self._latent.query_dim], dim=2)
         absorbed = ops.linear_of_heads(nope.contiguous(), weights.keys_up)
         chosen = None
         if self._latent.index is not None:
@@ -122,7 +125,10 @@ class LatentAttention:
             mixed = sunk_attention(q, own, meta, self._scale, layer.sinks, chosen).to(q.dtype)
         else:
             mixed = ops.attention(q, own, meta, scale=self._scale, chosen=chosen)
-        return ops.linear_of_heads(mixed, weights.values_up).flatten(1)
+        values = ops.linear_of_heads(mixed, weights.values_up)
+        if layer.gate is not None:
+            values = self._ops.sigmoid_gated(values.flatten(0, 1), gates.flatten(0, 1).contiguous()).view(values.shape)
+        return values.flatten(1)
 
 
 def _weights(layer: LayerWeights) -> LatentWeights:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.worker.models.config import ModelConfig
 from services.worker.models.hf_layers.latent import IndexConfig, LatentConfig
+from services.worker.models.hf_layers.tensor_names import tensor_names
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader, permuted
 from services.worker.models.weights import IndexWeights, LatentWeights
 from services.worker.ops.interface import Ops, PackedLinear
@@ -50,6 +51,15 @@ class LatentLoader(NamedTuple):
             bias = self._bias("q_a_proj", latent.q_rank)
         both = None if bias is None or cached_bias is None else torch.cat((bias, cached_bias))
         return self.matrices.pack_linear(self.matrices.join([queries, cached]), both)
+
+    def gate(self) -> PackedLinear | None:
+        """What a row's gates are made by; None: there are none."""
+        each, (first, last) = self.latent.gates_of_head, self.heads
+        if not each:
+            return None
+        module = f"{self.name}.{tensor_names(self.config.architecture).head_gate}"
+        shape = (self.config.num_heads * each, self.config.hidden_size)
+        return self.matrices.pack_linear(self.matrices.read(module, shape, rows=(first * each, last * each)), None)
 
     def weights(self) -> LatentWeights:
         """All that is between those and the output's matrix."""

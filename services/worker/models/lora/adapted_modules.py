@@ -34,8 +34,6 @@ from services.worker.ops.interface import PackedLinear
 
 KEYS_AND_VALUES = "self_attn.kv_b_proj"
 """The module that makes them of latents. It stands on the other side of attention here: see `LatentAttention`."""
-_LATENT_GATES = "self_attn.gate_proj"
-"""What says how much of each element of latent attention's values is taken, where there are such gates."""
 _OF_DEPTH = "linear"
 """The module that what a shared block gives goes through at each depth."""
 _SHARED = ("shared_experts", "shared_expert")
@@ -130,12 +128,12 @@ def _head_sizes(names: TensorNames, inputs: int, outputs: tuple[int, int, int]) 
 
 
 def _latent_sizes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[int, int]]:
-    hidden, heads = config.hidden_size, config.num_heads
+    hidden, heads, names = config.hidden_size, config.num_heads, tensor_names(config.architecture)
     queries = heads * latent.query_dim
     made = {"self_attn.q_proj": (hidden, queries)}
     if latent.q_rank is not None:
         made = {"self_attn.q_a_proj": (hidden, latent.q_rank), "self_attn.q_b_proj": (latent.q_rank, queries)}
-    gates = {_LATENT_GATES: (hidden, heads * latent.value_dim)} if latent.gated else {}
+    gates = {f"self_attn.{names.head_gate}": (hidden, heads * latent.gates_of_head)} if latent.gates else {}
     return (
         made
         | gates
@@ -333,9 +331,11 @@ def _of_latent(
         queries = ModuleRows("self_attn.q_a_proj", (0, latent.q_rank))
         yield ModulesOfMatrix(layer.qkv, every, (queries, cached))
         yield ModulesOfMatrix(layer.latent.q_up, (0, latent.q_rank), (ModuleRows("self_attn.q_b_proj", own),))
-    columns = (first * latent.value_dim, end * latent.value_dim)
     if layer.gate is not None:
-        yield ModulesOfMatrix(layer.gate, every, (ModuleRows(_LATENT_GATES, columns),))
+        gates = (first * latent.gates_of_head, end * latent.gates_of_head)
+        module = f"self_attn.{tensor_names(config.architecture).head_gate}"
+        yield ModulesOfMatrix(layer.gate, every, (ModuleRows(module, gates),))
+    columns = (first * latent.value_dim, end * latent.value_dim)
     yield ModulesOfMatrix(layer.output, columns, (ModuleRows("self_attn.o_proj", every),))
 
 

@@ -18,10 +18,10 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.worker.models.compressed.names import library_name
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.hf_layers.tensor_names import tensor_names
 from services.worker.models.lora.adapted_modules import module_sizes, named_in
+from services.worker.models.published.names import library_names
 from services.worker.models.weights import NamedModules
 from shared.ids import LoraId, ModelName
 
@@ -222,9 +222,9 @@ def _names(architecture: str) -> _AdapterNames:
 
 def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
     found: _Halves = {}
-    names = _names(config.architecture)
+    names, rename = _names(config.architecture), library_names(config)
     for name in file.keys():  # noqa: SIM118 - no mapping
-        known = name if config.compressed is None else _BASE + library_name(name.removeprefix(_BASE))
+        known = name if rename is None else _BASE + rename(name.removeprefix(_BASE))
         if match := names.of_module.fullmatch(known):
             layer, projection, half, head, head_half, _, embedding_half = match.groups()
             numbers = config.layers_of_block(int(layer or 0))
@@ -234,7 +234,7 @@ def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
             number = next((each for each in numbers if projection in module_sizes(config, each)), numbers[0])
             key = (number, projection or (HEAD if head else EMBEDDING))
             found.setdefault(key, {})[half or head_half or embedding_half] = name
-        elif not names.base_copy.fullmatch(name):
+        elif not names.base_copy.fullmatch(known):
             raise ModelError(f"{path}: tensor {name} belongs to no module that can have an adapter here")
         elif (shape := file.get_slice(name).get_shape()) != [config.vocab_size, config.hidden_size]:
             table = [config.vocab_size, config.hidden_size]

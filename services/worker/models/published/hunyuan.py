@@ -84,7 +84,7 @@ def _revised(own: _RawHy4, config: ModelConfig) -> ModelConfig:
     index = replace(latent.index, interleaved=False, rotates_last=True, norm_eps=config.norm_eps)
     return replace(
         config,
-        latent=replace(latent, interleaved=False, gated=True, index=index),
+        latent=replace(latent, interleaved=False, gates="elements", index=index),
         mixture=None if mixture is None else replace(mixture, limited=True),
         attention_sinks=True,
         connections=HyperConnections(own.hc_mult, 0, own.hc_eps, mixes=False, magnitude=own.hc_magnitude),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.worker.models.checkpoint import StoredTensorSource, read_exactly
 from services.worker.models.config import DeltaConfig, ModelConfig, ModelError
-from services.worker.models.hf_layers.delta import KIMI_LINEAR, OLMO_HYBRID
+from services.worker.models.hf_layers.delta import KIMI_LINEAR, LING_3, OLMO_HYBRID
 from services.worker.models.hf_layers.tensor_names import tensor_names
 from services.worker.models.quantization.matrices import MatrixLoader, permuted
 from services.worker.models.sharding import MixerShard
@@ -83,17 +83,18 @@ class DeltaLoader(NamedTuple):
     def _rates(self) -> tuple[Tensor, Tensor]:
         """The mixer's decays and biases of time steps."""
         delta, heads, block = self.delta, slice(*self.shard.heads), self._block_of_rates
-        if delta.gate_rank is None:
+        if not delta.by_element:
             decay, bias = self._read("A_log", (delta.heads,)), self._read("dt_bias", (delta.heads,))
         else:
-            decay = self._read(f"{block}A_log", (1, 1, delta.heads, 1)).flatten()
+            shape = (delta.heads,) if delta.element_rates else (1, 1, delta.heads, 1)
+            decay = self._read(f"{block}A_log", shape).flatten()
             bias = self._read(f"{block}dt_bias", (delta.keys,)).view(delta.heads, delta.state_dim)
         return decay[heads].exp().neg(), bias[heads].contiguous()
 
     def mixer(self) -> DeltaNet:
         """All that is between them."""
         delta, (decay, step_bias) = self.delta, self._rates()
-        norm = "o_norm" if self.config.architecture in (OLMO_HYBRID, KIMI_LINEAR) else "norm"
+        norm = "o_norm" if self.config.architecture in (OLMO_HYBRID, KIMI_LINEAR, *LING_3) else "norm"
         conv = self._convolution().squeeze(1)
         own = conv[_channels(delta, self.shard).to(conv.device)]
         return DeltaNet(
@@ -108,11 +109,12 @@ class DeltaLoader(NamedTuple):
             norm=self._read(f"{norm}.weight", (delta.head_dim,)),
             eps=self.config.norm_eps if delta.norm_eps is None else delta.norm_eps,
             most_written=float(delta.most_written),
+            lower_bound=delta.lower_bound,
         )
 
     def _convolution(self) -> Tensor:
-        """[channels, 1, kernel] of queries, keys and values; Olmo-Hybrid's and Kimi-Linear's checkpoints have it in
-        three parts, which the library writes as thirds, whatever is in them."""
+        """[channels, 1, kernel] of queries, keys and values; checkpoints of Olmo-Hybrid, Kimi-Linear and Ling 3 have
+        it in three parts, which the library writes as thirds, whatever is in them."""
         delta, source = self.delta, self.matrices.checkpoint
         whole = (delta.conv_dim, 1, delta.kernel)
         if f"{self.name}.conv1d.weight" in source or not isinstance(source, StoredTensorSource):
@@ -148,6 +150,8 @@ def input_parts(architecture: str, delta: DeltaConfig, shard: MixerShard) -> tup
         return _each_alone(delta, shard)
     if delta.gate_rank is not None:
         return _with_low_rank_gates(delta, delta.gate_rank, shard)
+    if delta.element_rates:
+        return _with_element_rates(delta, shard)
     return _by_key_head(delta, shard) if architecture == "Qwen3NextForCausalLM" else _by_kind(delta, shard)
 
 
@@ -202,6 +206,19 @@ def _with_low_rank_gates(delta: DeltaConfig, rank: int, shard: MixerShard) -> tu
         InputPart("q_proj", delta.keys, keys),
         InputPart(RATES[0], rank, torch.arange(rank)),
         InputPart(GATES[0], rank, torch.arange(rank)),
+        InputPart("b_proj", delta.heads, torch.arange(*shard.heads), True),
+    )
+
+
+def _with_element_rates(delta: DeltaConfig, shard: MixerShard) -> tuple[InputPart, ...]:
+    """Ling 3: a matrix of each."""
+    elements, keys = (torch.arange(*shard.elements(each)) for each in (delta.head_dim, delta.state_dim))
+    return (
+        InputPart("g_proj", delta.inner, elements),
+        InputPart("v_proj", delta.inner, elements),
+        InputPart("k_proj", delta.keys, keys),
+        InputPart("q_proj", delta.keys, keys),
+        InputPart("f_proj", delta.keys, keys),
         InputPart("b_proj", delta.heads, torch.arange(*shard.heads), True),
     )
 

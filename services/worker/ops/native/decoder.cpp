@@ -179,6 +179,20 @@ void Decoder::attend_latents(const DecoderLayer& layer, const Forward& forward, 
     auto* mixed = (float*)mixed_.fit(rows, heads * latent.value_dim, 4);
     mixed_number_ = Number::kSingle;
     multiply_heads(latent.values_up, rows, attended_.data(), rank, mixed, mixed_.stride, latent.value_dim);
+    if (layer.gate.groups) gate_heads(layer, index, x, latent.value_dim);
+}
+
+// How much is taken of each head's mixed values, which are floats, by a product of the rows that they were made of.
+void Decoder::gate_heads(const DecoderLayer& layer, int index, const Rows& x, int width) {
+    auto* gates = (float*)gates_.fit(x.count, config_.heads, 4);
+    multiply_adapted(x, layer.gate, kAdaptedOfLayer * index + kGate, gates, gates_.stride);
+    each_row(pool_, x.count, [&](int row) {
+        float* values = (float*)mixed_.data() + row * mixed_.stride;
+        for (int head = 0; head < config_.heads; ++head) {
+            float part = sigmoid(gates[row * gates_.stride + head]);
+            for (int i = 0; i < width; ++i) values[head * width + i] *= part;
+        }
+    });
 }
 
 // Of the normed rows: their queries, and the latents and rotated keys that are to be cached.

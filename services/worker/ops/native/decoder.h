@@ -82,7 +82,7 @@ struct DecoderLayer {
     // `output` is multiplied with, or, where that is null, too, there is an MLP alone.
     Linear qkv;
     Linear gate;  // the sigmoid of its product is how much is taken of what attention, or a normed mixer, gives; `groups` is
-                  // null: all of it
+                  // null: all of it; of latents a number of each head
     Linear output;
     Linear gate_up;
     Linear down;
@@ -270,6 +270,7 @@ class Decoder {
     void select_states(const DecoderLayer& layer, const Forward& forward, int index, const float* projected);
     void norm_mixed(const DecoderLayer& layer, int rows);
     void gate_mixed(const DecoderLayer& layer, int index, const Rows& x, int width);
+    void gate_heads(const DecoderLayer& layer, int index, const Rows& x, int width);
     void fill_rows(const DecoderLayer& layer, int index, const float* projected, int rows);
     void make_gates(const DecoderLayer& layer, float* projected, int rows);
     void multiply_adapted(const Rows& x, const Linear& linear, int adapted, float* to, int64_t stride, const float* scales = nullptr);

@@ -57,6 +57,7 @@ class NativeStateMixer(Structure):
         ("norm", c_void_p),
         ("eps", c_float),
         ("most_written", c_float),
+        ("lower_bound", c_float),
     )
 
 

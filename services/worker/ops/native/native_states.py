@@ -80,6 +80,7 @@ def described_mixer(mixer: StateMixer) -> library.NativeStateMixer | None:
         norm=None if mixer.norm is None else mixer.norm.data_ptr(),
         eps=mixer.eps,
         most_written=mixer.most_written if isinstance(mixer, DeltaNet) else 0.0,
+        lower_bound=(mixer.lower_bound or 0.0) if isinstance(mixer, DeltaNet) else 0.0,
     )
 
 

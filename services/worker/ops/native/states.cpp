@@ -114,10 +114,16 @@ struct Pass {
         const float *own = steps + head * dim, *bias = mixer.step_bias + head * dim;
         float *kept = scratch.kept.data() + of_head * dim, *asked = scratch.asked.data() + of_head * dim;
         for (int n = 0; n < dim; n += kLanes) {
-            F left = exp(softplus(load_some(own + n, dim - n) + load_some(bias + n, dim - n)) * all(mixer.decay[head]));
+            F left = left_of(load_some(own + n, dim - n) + load_some(bias + n, dim - n), all(mixer.decay[head]));
             store_some(kept + n, left, dim - n);
             store_some(asked + n, left * load_some(key + n, dim - n), dim - n);
         }
+    }
+
+    // Of elements of a state, by their time steps.
+    F left_of(F steps, F decay) const {
+        if (mixer.lower_bound == 0.0f) return exp(softplus(steps) * decay);
+        return exp(all(mixer.lower_bound) * sigmoid(zeros() - steps * decay));
     }
 
     // A key or a query, of length 1 and then scaled.

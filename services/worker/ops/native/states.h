@@ -34,6 +34,7 @@ struct StateMixer {
     const float* norm;         // [H * P], null: outputs are only gated; of a delta net [P]
     float eps;
     float most_written;        // of a delta net: how much of what is missing is written at the most
+    float lower_bound;         // of a delta net by element, whose rates have a bound: the logarithm of what is left at the least; else 0
 
     int inner() const { return heads * head_dim; }
     int shared() const { return groups * state_dim; }

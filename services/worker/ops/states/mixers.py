@@ -60,6 +60,9 @@ class DeltaNet(NamedTuple):
     eps: float
     most_written: float = 1.0
     """How much of what is missing is written at the most: what a sigmoid is multiplied with."""
+    lower_bound: float | None = None
+    """Of a net whose elements have time steps: the logarithm of what is left of one at the least, negative. A sigmoid
+    is multiplied with it then, in the softplus's place (Ling 3). None: there is no bound."""
 
     @property
     def gates(self) -> int:

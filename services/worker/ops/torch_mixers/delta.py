@@ -69,8 +69,12 @@ class DeltaRule(NamedTuple):
         written."""
         net = self.net
         times, rates = torch.split(steps, [steps.shape[1] - net.heads, net.heads], dim=1)
-        left = F.softplus(times.view(-1, *net.step_bias.shape) + net.step_bias)
-        left.mul_(net.decay.unsqueeze(1) if net.by_element else net.decay)
+        times = times.view(-1, *net.step_bias.shape) + net.step_bias
+        decay = net.decay.unsqueeze(1) if net.by_element else net.decay
+        if net.lower_bound is None:
+            left = F.softplus(times).mul_(decay)
+        else:
+            left = torch.sigmoid(times * -decay).mul_(net.lower_bound)
         return left, rates.sigmoid() * net.most_written
 
 

@@ -14,12 +14,12 @@ from transformers import DeepseekV4Config
 
 from services.worker.backend import BackendError
 from services.worker.models.compressed.cache import CompressedLayout
-from services.worker.models.compressed.names import library_name
 from services.worker.models.config import Compression, ModelConfig, ModelError
 from services.worker.models.expert_parallel.settings import ExpertSettings
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.hyper_connections.limits import check_streams
 from services.worker.models.loaded_model import LoadSettings
+from services.worker.models.published.names import deepseek_v4_name
 from services.worker.models.rope import PlainRope, YarnRope
 from services.worker.models.sharding import stage_of
 from services.worker.ops.interface import Routing
@@ -155,7 +155,7 @@ def test_it_is_not_simulated(tmp_path: Path) -> None:
     ],
 )
 def test_published_names_are_the_library_s(published: str, library: str) -> None:
-    assert library_name(published) == library_name(library) == library
+    assert deepseek_v4_name(published) == deepseek_v4_name(library) == library
 
 
 def test_a_block_holds_entries_behind_what_they_are_made_of(tmp_path: Path) -> None:

@@ -260,10 +260,17 @@ KIMI = structs.replace(
     states=DeltaConfig(heads=3, head_dim=19, groups=3, state_dim=19, kernel=4, gate_rank=19),
 )
 """As Kimi-Linear's: delta nets by element beside latents, of sizes that fill no lanes."""
+assert KIMI.latent is not None
+LING = structs.replace(
+    KIMI,
+    latent=structs.replace(KIMI.latent, gated=True),
+    states=DeltaConfig(heads=3, head_dim=19, groups=3, state_dim=19, kernel=4, element_rates=True, lower_bound=-5.0),
+)
+"""As Ling 3's: a row is projected to rates, which have a bound, and heads of latent attention have gates."""
 
 IDS = [
     *("delta", "spaces", "mamba", "convolutions", "selective", "mamba1", "beside", "ungated", "lightning"),
-    *("lightning-before-norms", "lite", "latent-queries", "kimi"),
+    *("lightning-before-norms", "lite", "latent-queries", "kimi", "ling"),
 ]
 
 STEPS: tuple[dict[int, tuple[int, int]], ...] = (
@@ -316,7 +323,7 @@ def test_experts_of_few_bits_are_mixed_in_one_call(scheme: Scheme) -> None:
 
 
 @pytest.mark.parametrize("level", runnable_levels())
-@pytest.mark.parametrize("config", [*WITH_STATES, *LATENTS, KIMI], ids=IDS)
+@pytest.mark.parametrize("config", [*WITH_STATES, *LATENTS, KIMI, LING], ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_and_latents_of_one_call_equal_those_of_single_operations(
     config: ModelConfig, dtype: torch.dtype, level: Level
@@ -344,7 +351,7 @@ def test_with_post_norms_in_bf16_both_ways_are_near_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [LLAMA, GEMMA, *MIXTURES, *WITH_STATES, *LATENTS, KIMI])
+@pytest.mark.parametrize("config", [LLAMA, GEMMA, *MIXTURES, *WITH_STATES, *LATENTS, KIMI, LING])
 def test_a_stream_alone_and_in_a_batch_has_the_same_logits_bit_for_bit(config: ModelConfig, dtype: torch.dtype) -> None:
     together = Steps(config, dtype, LENGTHS, fused=True)
     batches = [dict(zip(counts, together.run(counts), strict=True)) for counts in STEPS]

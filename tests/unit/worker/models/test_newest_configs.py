@@ -67,7 +67,7 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
     assert config.attention_sinks
     latent, mixture = config.latent, config.mixture
     assert latent is not None
-    assert (latent.gated, latent.interleaved, latent.query_dim, latent.value_dim) == (True, False, 256, 256)
+    assert (latent.gates, latent.interleaved, latent.query_dim, latent.value_dim) == ("elements", False, 256, 256)
     assert latent.index is not None
     assert (latent.index.chosen, latent.index.rotates_last, latent.index.norm_eps) == (2048, True, 1e-5)
     assert [number for number in range(34) if number not in latent.index.shared] == [0, *range(1, 34, 4)]

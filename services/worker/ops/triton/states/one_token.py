@@ -28,7 +28,7 @@ def _unit(row):
 
 
 @triton.jit(
-    do_not_specialize=["steps_stride", "root", "most_written"],
+    do_not_specialize=["steps_stride", "root", "most_written", "lower_bound"],
     do_not_specialize_on_alignment=["steps", "slots", "lengths"],
 )
 def one_token_kernel(
@@ -44,6 +44,7 @@ def one_token_kernel(
     steps_stride,
     root,
     most_written,
+    lower_bound,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
@@ -53,10 +54,11 @@ def one_token_kernel(
     DELTA: tl.constexpr,
     EVEN: tl.constexpr,
     BY_ELEMENT: tl.constexpr,
+    BOUNDED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid (blocks of a head's elements, heads, sequences). EVEN: time steps are 1; BY_ELEMENT: those of a head's keys'
-    elements are each another."""
+    elements are each another; BOUNDED: what is left of one has a lower bound."""
     wait_for_inputs(DEPENDENT)
     head, sequence = tl.program_id(1), tl.program_id(2)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -78,8 +80,12 @@ def one_token_kernel(
     if BY_ELEMENT:
         own_step = step + head * (STATE - 1) + number
         times = tl.load(own_step, mask=in_state, other=0.0).to(tl.float32)
-        times = softplus(times + tl.load(step_bias + head * STATE + number, mask=in_state, other=0.0))
-        state *= tl.exp(times * tl.load(decay + head))[None, :]
+        times += tl.load(step_bias + head * STATE + number, mask=in_state, other=0.0)
+        if BOUNDED:
+            times = lower_bound * sigmoid(-times * tl.load(decay + head))
+        else:
+            times = softplus(times) * tl.load(decay + head)
+        state *= tl.exp(times)[None, :]
         step += HEADS * (STATE - 1)
     else:
         if not EVEN:
@@ -121,6 +127,7 @@ def step_decodes(
         *(seen, steps, mixer.decay, mixer.step_bias, mixer.decay if isinstance(mixer, DeltaNet) else mixer.skip),
         *(states, rows.slots, meta.context_lens, out, steps.stride(0), mixer.state_dim**-0.5),
         mixer.most_written if isinstance(mixer, DeltaNet) else 0.0,
+        (mixer.lower_bound or 0.0) if isinstance(mixer, DeltaNet) else 0.0,
         HEADS=mixer.heads,
         GROUPS=mixer.groups,
         DIM=mixer.head_dim,
@@ -130,6 +137,7 @@ def step_decodes(
         DELTA=delta,
         EVEN=isinstance(mixer, StateSpace) and mixer.lightning,
         BY_ELEMENT=isinstance(mixer, DeltaNet) and mixer.by_element,
+        BOUNDED=isinstance(mixer, DeltaNet) and mixer.lower_bound is not None,
         num_warps=4,
         **launch_options(seen.device),
     )

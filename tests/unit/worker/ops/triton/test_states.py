@@ -165,6 +165,11 @@ def element_net() -> DeltaNet:
     return DeltaNet(HEADS, DIM, HEADS, STATE, *weights, decay=decay, step_bias=bias, norm=norm, eps=1e-5)
 
 
+def bounded_net() -> DeltaNet:
+    """That of Ling 3."""
+    return element_net()._replace(lower_bound=-5.0)
+
+
 def lightning_space() -> StateSpace:
     return lightning(HEADS, DIM)
 
@@ -189,7 +194,7 @@ def projected(mixer: StateMixer, rows: int) -> Tensor:
     return torch.randn(rows, HEADS * DIM + mixer.conv_weight.shape[1] + steps)
 
 
-@pytest.mark.parametrize("make", [space, delta_net, element_net, lightning_space])
+@pytest.mark.parametrize("make", [space, delta_net, element_net, bounded_net, lightning_space])
 def test_state_spaces_and_delta_nets_are_pytorchs(make: type[StateSpace] | type[DeltaNet]) -> None:
     """Decodes that begin and go on, beside prompts that begin and go on."""
     mixer = make()  # type: ignore[call-arg]

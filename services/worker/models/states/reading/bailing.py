@@ -1,0 +1,250 @@
+"""Reads the `config.json` of Ling 3 (Bailing hybrid): Kimi Delta Attention, gated latent attention, and experts.
+
+Two spellings are read: that of published files (`BailingMoeV3ForCausalLM`) and that of `transformers`, which has two
+names of some keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import msgspec
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from services.worker.models.config import DeltaConfig, LatentConfig, LayerConfig, Mixture, ModelConfig, ModelError
+from services.worker.models.hf_layers.keys import first_given
+from services.worker.models.hf_rope import RawRope, read_ropes
+from services.worker.models.states.reading.model import (
+    layer_kinds,
+    model_with_states,
+    require_groups,
+    require_kernel,
+    require_positive,
+)
+
+LING_2_5 = ("BailingMoeV2_5ForCausalLM", "BailingMoeLinearV2ForCausalLM")
+"""Of the same `model_type`, and of other layers."""
+
+_LAYER_TYPES = {"linear_attention": True, "full_attention": False}
+_MLP_TYPES = {"sparse": True, "dense": False}
+_ONLY: dict[str, object] = {
+    "attention_bias": False,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "rope_interleave": True,
+    "no_kda_lora": True,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+"""Keys of which one value is supported, which is the one where there is none."""
+
+
+class _RawBailing(Struct, kw_only=True):
+    """Defaults are those of `transformers`."""
+
+    vocab_size: int = 157184
+    hidden_size: int = 2560
+    intermediate_size: int = 6144
+    num_hidden_layers: int = 42
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    model_max_length: int | None = None
+    max_position_embeddings: int | None = None
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: int | list[int] | None = 156895
+    rope_theta: float = 6_000_000.0
+    rope_scaling: RawRope | None = None
+    rope_parameters: msgspec.Raw = field(default_factory=lambda: msgspec.Raw(b"null"))
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    head_dim: int = 128
+    linear_head_dim: int | None = None
+    linear_num_heads: int | None = None
+    linear_conv_kernel_dim: int | None = None
+    short_conv_kernel_size: int = 4
+    kda_safe_gate: bool = True
+    kda_lower_bound: float | None = -5.0
+    layer_group_size: int = 6
+    layer_types: list[str] | None = None
+    mlp_layer_types: list[str] | None = None
+    first_k_dense_replace: int = 2
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    num_experts_per_token: int | None = None
+    num_experts_per_tok: int | None = None
+    num_shared_experts: int | None = None
+    n_shared_experts: int | None = None
+    num_expert_group: int | None = None
+    n_group: int | None = None
+    topk_group: int = 4
+    moe_intermediate_size: int = 768
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_renormalize: bool | None = None
+    norm_topk_prob: bool | None = None
+    routed_scaling_factor: float = 2.5
+
+
+def bailing_model_config(
+    text: bytes, architecture: str, stop_tokens: Callable[[int | list[int] | None], tuple[int, ...]]
+) -> ModelConfig:
+    """What `text`, a `config.json`, says. `stop_tokens`: what ends its texts, given those that the config names. Raises
+    ModelError, and msgspec's errors."""
+    raw = msgspec.json.decode(text, type=_RawBailing, strict=True)
+    _refuse_unsupported(raw, msgspec.json.decode(text, type=dict[str, object]))
+    latent, states, mixes = _latent(raw), _with_states(raw), _mixing(raw)
+    ropes = read_ropes(
+        parameters=raw.rope_parameters,
+        scaling=raw.rope_scaling,
+        theta=raw.rope_theta,
+        local_theta=None,
+        positions=first_given(raw.model_max_length, raw.max_position_embeddings, 262_144),
+    )
+    config = model_with_states(
+        *(raw, architecture),
+        layers=tuple(LayerConfig(None, ropes.full, *each) for each in zip(mixes, states, strict=True)),
+        states=_delta(raw),
+        max_positions=ropes.max_positions,
+        norm_eps=raw.rms_norm_eps,
+        eos=stop_tokens(raw.eos_token_id),
+        heads=raw.num_attention_heads,
+        kv_heads=1,
+        head_dim=latent.cached_dim,
+        intermediate_size=raw.intermediate_size,
+        mixture=_mixture(raw) if any(mixes) else None,
+        latent=latent,
+    )
+    return replace(config, attention_scale=config.attention_scale * ropes.latent_scale)
+
+
+def refuse_ling_2_5(
+    _text: bytes, architecture: str, _stop_tokens: Callable[[int | list[int] | None], tuple[int, ...]]
+) -> NoReturn:
+    """Raises ModelError: its lightning attention rotates and norms queries and keys, and norms heads in groups."""
+    raise ModelError(
+        f"architectures {architecture!r} is not supported: lightning attention of rotated queries and keys; of "
+        "model_type bailing_hybrid BailingMoeV3ForCausalLM and BailingHybridForCausalLM are"
+    )
+
+
+def _refuse_unsupported(raw: _RawBailing, keys: dict[str, object]) -> None:
+    for key, only in _ONLY.items():
+        if keys.get(key, only) != only:
+            shown, known = (msgspec.json.encode(each).decode() for each in (keys[key], only))
+            raise ModelError(f"{key} {shown} is not supported; supported: {known}")
+    if raw.hidden_act not in ("silu", "swish"):
+        raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
+    if raw.num_key_value_heads not in (None, raw.num_attention_heads):
+        raise ModelError(
+            f"num_key_value_heads {raw.num_key_value_heads} is not supported; num_attention_heads, "
+            f"{raw.num_attention_heads}, is"
+        )
+    for key in ("model_max_length", "max_position_embeddings"):
+        if (value := getattr(raw, key)) is not None:
+            require_positive(**{key: value})
+    require_positive(
+        **{key: getattr(raw, key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    )
+
+
+def _latent(raw: _RawBailing) -> LatentConfig:
+    sizes = ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    require_positive(**{key: value for key in sizes if (value := getattr(raw, key)) is not None})
+    if raw.qk_rope_head_dim % 2:
+        raise ModelError(f"qk_rope_head_dim {raw.qk_rope_head_dim} is odd")
+    return LatentConfig(
+        q_rank=raw.q_lora_rank,
+        kv_rank=raw.kv_lora_rank,
+        nope_dim=raw.qk_nope_head_dim,
+        rope_dim=raw.qk_rope_head_dim,
+        value_dim=raw.v_head_dim,
+        interleaved=True,
+        gates="heads",
+    )
+
+
+def _delta(raw: _RawBailing) -> DeltaConfig:
+    """`head_dim` is that of these layers as published; `transformers` writes it as `linear_head_dim`."""
+    heads = first_given(raw.linear_num_heads, raw.num_attention_heads)
+    dim = first_given(raw.linear_head_dim, raw.head_dim)
+    kernel = first_given(raw.linear_conv_kernel_dim, raw.short_conv_kernel_size)
+    names = (
+        "num_attention_heads" if raw.linear_num_heads is None else "linear_num_heads",
+        "head_dim" if raw.linear_head_dim is None else "linear_head_dim",
+    )
+    require_positive(**dict(zip(names, (heads, dim), strict=True)))
+    require_kernel("short_conv_kernel_size" if raw.linear_conv_kernel_dim is None else "linear_conv_kernel_dim", kernel)
+    if raw.kda_safe_gate and not (raw.kda_lower_bound is not None and raw.kda_lower_bound < 0):
+        raise ModelError(f"kda_lower_bound {raw.kda_lower_bound} is not negative, as kda_safe_gate true needs it")
+    return DeltaConfig(
+        heads=heads,
+        head_dim=dim,
+        groups=heads,
+        state_dim=dim,
+        kernel=kernel,
+        element_rates=True,
+        lower_bound=raw.kda_lower_bound if raw.kda_safe_gate else None,
+    )
+
+
+def _with_states(raw: _RawBailing) -> list[bool]:
+    """For each layer, whether it is Kimi Delta Attention; the others attend. Of layers behind the last whole group the
+    published code and `transformers` differ."""
+    count, group = raw.num_hidden_layers, raw.layer_group_size
+    if raw.layer_types is not None:
+        states = layer_kinds("layer_types", raw.layer_types, _LAYER_TYPES, count)
+    else:
+        require_positive(layer_group_size=group)
+        if count % group:
+            raise ModelError(f"num_hidden_layers {count} is no multiple of layer_group_size {group}: name layer_types")
+        states = [(number + 1) % group != 0 for number in range(count)]
+    if not any(states):
+        raise ModelError("layer_types: no layer is linear_attention")
+    return states
+
+
+def _mixing(raw: _RawBailing) -> list[bool]:
+    """For each layer, whether experts take the place of its MLP."""
+    count = raw.num_hidden_layers
+    if raw.mlp_layer_types is not None:
+        return layer_kinds("mlp_layer_types", raw.mlp_layer_types, _MLP_TYPES, count)
+    return [number >= raw.first_k_dense_replace for number in range(count)]
+
+
+def _mixture(raw: _RawBailing) -> Mixture:
+    experts = first_given(raw.num_experts, raw.num_local_experts, 512)
+    chosen = first_given(raw.num_experts_per_token, raw.num_experts_per_tok, 8)
+    shared = first_given(raw.num_shared_experts, raw.n_shared_experts, 1)
+    groups, size = first_given(raw.num_expert_group, raw.n_group, 8), raw.moe_intermediate_size
+    of_shared = first_given(raw.moe_shared_expert_intermediate_size, size)
+    require_positive(
+        num_experts=experts,
+        moe_intermediate_size=size,
+        moe_shared_expert_intermediate_size=of_shared,
+        num_expert_group=groups,
+    )
+    if shared < 0:
+        raise ModelError(f"num_shared_experts {shared} is negative")
+    require_groups(("num_expert_group", groups), raw.topk_group, experts, ("num_experts_per_token", chosen))
+    return Mixture(
+        experts=experts,
+        chosen=chosen,
+        intermediate_size=size,
+        renormalised=first_given(raw.moe_renormalize, raw.norm_topk_prob, True),
+        shared_size=shared * of_shared or None,
+        shared_gated=False,
+        scoring="sigmoid",
+        groups=groups,
+        chosen_groups=raw.topk_group,
+        corrected=True,
+        scale=raw.routed_scaling_factor,
+    )
