@@ -82,7 +82,7 @@ struct DecoderLayer {
     // `output` is multiplied with, or, where that is null, too, there is an MLP alone.
     Linear qkv;
     Linear gate;  // the sigmoid of its product is how much is taken of what attention, or a normed mixer, gives; `groups` is
-                  // null: all of it; of latents a number of each head
+                  // null: all of it
     Linear output;
     Linear gate_up;
     Linear down;
