@@ -42,7 +42,7 @@ _ONLY: dict[str, object] = {
 """Keys of which one value is supported, which is the one where there is none."""
 
 
-class _RawBailing(Struct, kw_only=True):
+class _RawLing3(Struct, kw_only=True):
     """Defaults are those of `transformers`."""
 
     vocab_size: int = 157184
@@ -99,7 +99,7 @@ def bailing_model_config(
 ) -> ModelConfig:
     """What `text`, a `config.json`, says. `stop_tokens`: what ends its texts, given those that the config names. Raises
     ModelError, and msgspec's errors."""
-    raw = msgspec.json.decode(text, type=_RawBailing, strict=True)
+    raw = msgspec.json.decode(text, type=_RawLing3, strict=True)
     _refuse_unsupported(raw, msgspec.json.decode(text, type=dict[str, object]))
     latent, states, mixes = _latent(raw), _with_states(raw), _mixing(raw)
     ropes = read_ropes(
@@ -136,7 +136,7 @@ def refuse_ling_2_5(
     )
 
 
-def _refuse_unsupported(raw: _RawBailing, keys: dict[str, object]) -> None:
+def _refuse_unsupported(raw: _RawLing3, keys: dict[str, object]) -> None:
     for key, only in _ONLY.items():
         if keys.get(key, only) != only:
             shown, known = (msgspec.json.encode(each).decode() for each in (keys[key], only))
@@ -156,7 +156,7 @@ def _refuse_unsupported(raw: _RawBailing, keys: dict[str, object]) -> None:
     )
 
 
-def _latent(raw: _RawBailing) -> LatentConfig:
+def _latent(raw: _RawLing3) -> LatentConfig:
     sizes = ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     require_positive(**{key: value for key in sizes if (value := getattr(raw, key)) is not None})
     if raw.qk_rope_head_dim % 2:
@@ -172,7 +172,7 @@ def _latent(raw: _RawBailing) -> LatentConfig:
     )
 
 
-def _delta(raw: _RawBailing) -> DeltaConfig:
+def _delta(raw: _RawLing3) -> DeltaConfig:
     """`head_dim` is that of these layers as published; `transformers` writes it as `linear_head_dim`."""
     heads = first_given(raw.linear_num_heads, raw.num_attention_heads)
     dim = first_given(raw.linear_head_dim, raw.head_dim)
@@ -196,7 +196,7 @@ def _delta(raw: _RawBailing) -> DeltaConfig:
     )
 
 
-def _with_states(raw: _RawBailing) -> list[bool]:
+def _with_states(raw: _RawLing3) -> list[bool]:
     """For each layer, whether it is Kimi Delta Attention; the others attend. Of layers behind the last whole group the
     published code and `transformers` differ."""
     count, group = raw.num_hidden_layers, raw.layer_group_size
@@ -212,7 +212,7 @@ def _with_states(raw: _RawBailing) -> list[bool]:
     return states
 
 
-def _mixing(raw: _RawBailing) -> list[bool]:
+def _mixing(raw: _RawLing3) -> list[bool]:
     """For each layer, whether experts take the place of its MLP."""
     count = raw.num_hidden_layers
     if raw.mlp_layer_types is not None:
@@ -220,7 +220,7 @@ def _mixing(raw: _RawBailing) -> list[bool]:
     return [number >= raw.first_k_dense_replace for number in range(count)]
 
 
-def _mixture(raw: _RawBailing) -> Mixture:
+def _mixture(raw: _RawLing3) -> Mixture:
     experts = first_given(raw.num_experts, raw.num_local_experts, 512)
     chosen = first_given(raw.num_experts_per_token, raw.num_experts_per_tok, 8)
     shared = first_given(raw.num_shared_experts, raw.n_shared_experts, 1)
