@@ -269,7 +269,7 @@ class LayerWeights:
     and how much is written."""
     gate: PackedLinear | None = None
     """Gated attention, and lightning attention: the sigmoid of a row times this [H * D, hidden] is how much of
-    attention's output is taken. Gated latent attention: [H, hidden], one of each head."""
+    attention's output is taken. Latent attention with gates: [H * G, hidden], G of each head."""
     split_norm: Tensor | None = None
     """[H * P] this rank's part of a mixer's norm that goes over all ranks' heads; None: the mixer has its norm, if
     any."""

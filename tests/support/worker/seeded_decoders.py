@@ -112,8 +112,9 @@ class SeededWeights:
             eps=1e-6,
         )
         if isinstance(states, DeltaConfig):
-            by_element = self.tensor(heads, states.state_dim) - 1 if states.gate_rank is not None else None
-            return net if by_element is None else net._replace(step_bias=by_element)
+            if not states.by_element:
+                return net
+            return net._replace(step_bias=self.tensor(heads, states.state_dim) - 1, lower_bound=states.lower_bound)
         shared = {name: value for name, value in net._asdict().items() if name in StateSpace._fields}
         return StateSpace(**shared | {"skip": self.tensor(heads), "norm": self.norm(states.inner)})
 
@@ -187,7 +188,8 @@ def seeded_decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype, sche
         light = isinstance(states, LightningConfig)
         split = 2 * states.heads if number == 1 and isinstance(states, DeltaConfig) else 0
         rank = states.gate_rank if isinstance(states, DeltaConfig) else None
-        split = split if rank is None else split // 2
+        if isinstance(states, DeltaConfig) and states.by_element:
+            split //= 2
         return replace(
             layer,
             qkv=made.linear(states.projected - split, hidden, False),
@@ -211,6 +213,7 @@ def seeded_decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype, sche
             output=made.linear(hidden, heads * latent.value_dim, False),
             cos_sin=cos_sin_table(PlainRope(10000.0), latent.rope_dim, config.max_positions),
             latent=made.latents(latent, heads),
+            gate=made.linear(heads * latent.gates_of_head, hidden, False) if latent.gates else None,
         )
 
     weights = DecoderWeights(

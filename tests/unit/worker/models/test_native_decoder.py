@@ -263,7 +263,7 @@ KIMI = structs.replace(
 assert KIMI.latent is not None
 LING = structs.replace(
     KIMI,
-    latent=structs.replace(KIMI.latent, gated=True),
+    latent=structs.replace(KIMI.latent, gates="heads"),
     states=DeltaConfig(heads=3, head_dim=19, groups=3, state_dim=19, kernel=4, element_rates=True, lower_bound=-5.0),
 )
 """As Ling 3's: a row is projected to rates, which have a bound, and heads of latent attention have gates."""
@@ -320,6 +320,13 @@ def test_experts_of_few_bits_are_mixed_in_one_call(scheme: Scheme) -> None:
     fused, single = (Steps(SHARED, torch.bfloat16, LENGTHS, fused=fused, scheme=scheme) for fused in (True, False))
     for counts in STEPS:
         assert torch.equal(fused.run(counts), single.run(counts))
+
+
+def test_gates_of_elements_of_latent_attention_are_left_to_single_operations() -> None:
+    assert KIMI.latent is not None
+    config = structs.replace(LING, latent=structs.replace(KIMI.latent, gates="elements"))
+    assert seeded_decoder(LING, native(torch.float32), torch.float32).native is not None
+    assert seeded_decoder(config, native(torch.float32), torch.float32).native is None
 
 
 @pytest.mark.parametrize("level", runnable_levels())

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.worker.backend import BackendError
@@ -68,6 +69,9 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
     latent, mixture = config.latent, config.mixture
     assert latent is not None
     assert (latent.gates, latent.interleaved, latent.query_dim, latent.value_dim) == ("elements", False, 256, 256)
+    ungated = latent.parameters(2816, 32) - 2816 * 32 * 256
+    assert msgspec.structs.replace(latent, gates=None).parameters(2816, 32) == ungated
+    assert msgspec.structs.replace(latent, gates="heads").parameters(2816, 32) == ungated + 2816 * 32
     assert latent.index is not None
     assert (latent.index.chosen, latent.index.rotates_last, latent.index.norm_eps) == (2048, True, 1e-5)
     assert [number for number in range(34) if number not in latent.index.shared] == [0, *range(1, 34, 4)]
