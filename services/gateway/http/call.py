@@ -54,8 +54,18 @@ LINGER_BYTES = 256 * 2**20
 """How long, and how much of, a refused body is still read."""
 
 Headers = Iterable[tuple[bytes, bytes]]
-ErrorBody = Callable[[RequestError], bytes]
-"""Returns the JSON of an error."""
+
+
+class ApiShape(NamedTuple):
+    """What clients of an API expect beside an answer's body."""
+
+    error_body: Callable[[RequestError], bytes]
+    """How errors are shown."""
+    id_headers: tuple[bytes, ...] = (b"x-request-id",)
+    """The headers that name the request."""
+
+
+OPENAI = ApiShape(RequestError.body)
 
 
 class BodyBudget:
@@ -217,10 +227,9 @@ class Call:
         receive: Receive,
         send: Send,
         limits: BodyLimits,
-        error_body: ErrorBody = RequestError.body,
+        shape: ApiShape = OPENAI,
     ) -> None:
-        """`error_body`: how its API shows errors."""
-        self.scope, self._receive, self.send, self._error_body = scope, receive, send, error_body
+        self.scope, self._receive, self.send, self._shape = scope, receive, send, shape
         self._limits = limits
         self._lease = BodyLease()
         self.connection: ClientConnection = scope["extensions"][EXTENSION]
@@ -362,8 +371,9 @@ class Call:
     async def start(self, status: int, content_type: bytes, headers: Headers = ()) -> None:
         """Sends a response's status and headers."""
         self.record.status = status
-        own = [(b"content-type", content_type), (b"x-request-id", self.id.encode()), *self.limit_headers]
-        await self.send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
+        own = [(b"content-type", content_type), *((name, self.id.encode()) for name in self._shape.id_headers)]
+        sent = [*own, *self.limit_headers, *headers]
+        await self.send({"type": "http.response.start", "status": status, "headers": sent})
 
     async def end(self) -> None:
         """Ends a body that was started."""
@@ -390,9 +400,9 @@ class Call:
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         if error.status not in (408, 413):
-            await self.respond(self._error_body(error), error.status, JSON, headers)
+            await self.respond(self._shape.error_body(error), error.status, JSON, headers)
             return
-        body = self._error_body(error)
+        body = self._shape.error_body(error)
         headers += [(b"connection", b"close"), (b"content-length", str(len(body)).encode())]
         await self.start(error.status, JSON, headers)
         await self.send({"type": "http.response.body", "body": body, "more_body": True})

@@ -13,12 +13,13 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.api.anthropic.models import model_info, model_page
 from services.gateway.api.errors import RequestError, abbreviated
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.database.records import DatabaseUnavailable
 from services.gateway.http.access import AccessControl, check_model
 from services.gateway.http.body_parser import BodyKind, BodyParser
-from services.gateway.http.call import BodyLimits, Call, ErrorBody
+from services.gateway.http.call import OPENAI, ApiShape, BodyLimits, Call
 from services.gateway.metrics import MergedPages
 from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers
@@ -51,23 +52,22 @@ class Endpoint:
         scope: KeyScope | None,
         access: AccessControl,
         limits: BodyLimits,
-        error_body: ErrorBody = RequestError.body,
+        shape: ApiShape = OPENAI,
         *,
         counted: bool = True,
         takes_media: Callable[[], bool] = lambda: False,
     ) -> None:
         """`path`: the route's, for audit lines. `scope`: what a client's key must allow; None: everybody may call it,
-        and there are no audit lines. `error_body`: how its API shows errors. `counted`: whether calls for `inference`
-        count for the limits of their key. `takes_media`: whether bodies may be as large as images, videos and sounds
-        make them."""
+        and there are no audit lines. `counted`: whether calls for `inference` count for the limits of their key.
+        `takes_media`: whether bodies may be as large as images, videos and sounds make them."""
         self._counted, self._takes_media = counted, takes_media
         self._handler, self._path, self._scope = handler, path, scope
-        self._access, self._limits, self._error_body = access, limits, error_body
+        self._access, self._limits, self._shape = access, limits, shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, as ASGI defines it."""
         limits = self._limits._replace(media=self._takes_media())
-        call, began = Call(scope, receive, send, limits, self._error_body), time.monotonic()
+        call, began = Call(scope, receive, send, limits, self._shape), time.monotonic()
         if self._scope == "inference" and self._counted:
             call.span = TRACING.request(f"{scope['method']} {self._path}", call.headers.get(b"traceparent"))
         try:
@@ -168,7 +168,8 @@ class InfoEndpoints:
 
     async def models(self, call: Call) -> None:
         """`/v1/models`: all models that are served and that the client may use."""
-        await call.respond_json({"object": "list", "data": self._shown(call)})
+        shown = self._shown(call)
+        await call.respond_json(model_page(shown) if _is_anthropic(call) else {"object": "list", "data": shown})
 
     async def model(self, call: Call) -> None:
         """`/v1/models/NAME`. Raises RequestError 404."""
@@ -177,7 +178,7 @@ class InfoEndpoints:
         if not found:
             message = f"The model `{abbreviated(name)[1:-1]}` does not exist."
             raise RequestError(404, message, param="model", code="model_not_found")
-        await call.respond_json(found[0])
+        await call.respond_json(model_info(found[0]) if _is_anthropic(call) else found[0])
 
     def _shown(self, call: Call) -> list[dict[str, Any]]:
         """Models, adapters and aliases that the client may use; a key that names a model allows its aliases."""
@@ -218,6 +219,11 @@ async def ask_tokenizer(
     call.record.model = card.name
     check_model((card.name, *card.aliases), call.key)
     return card, await table.tokenizer.ask(card, question, reply_type)
+
+
+def _is_anthropic(call: Call) -> bool:
+    """Whether Anthropic's SDK asks, whose path is OpenAI's."""
+    return b"anthropic-version" in call.headers
 
 
 def _model_body(card: ModelCard) -> dict[str, Any]:

@@ -55,6 +55,21 @@ class StreamSettings(NamedTuple):
     """Seconds that a client may take to read the end of a response."""
 
 
+def new_header(
+    generation: GenerationRequest, prefix: str, *, identity: str = "", created: float | None = None
+) -> ResponseHeader:
+    """Returns what an answer begins with. Its id is `prefix` and what the client called the request, or else a number.
+    `identity`, `created`: those of an answer that has them already."""
+    own = generation.request_id
+    return ResponseHeader(
+        generation.kind,
+        identity or f"{prefix}-{secrets.token_hex(12)}",
+        int(time.time() if created is None else created),
+        generation.served_name,
+        shown_id="" if own is None else f"{prefix}-{own}",
+    )
+
+
 class GeneratingEndpoint:
     """What the APIs have in common: who may ask for how much, and what ends with a client. Each call's state is in its
     `GenerationResponse`."""
@@ -153,6 +168,18 @@ class GeneratingEndpoint:
             raise response.error
         return outcome == "finished"
 
+    async def _whole_and_kept(
+        self, call: Call, generation: GenerationRequest, response: GenerationResponse
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same with `kv_transfer_params` of a prompt that was to be kept, which only an open response hears of."""
+        async with self._open_for(call, response):
+            outcome, transfer = await response.ended, None
+            if outcome == "finished" and generation.kv_transfer.keep:
+                transfer = await response.kv_transfer_params()
+        if response.error is not None:
+            raise response.error
+        return outcome == "finished", transfer
+
     async def _streamed(
         self,
         call: Call,
@@ -235,7 +262,7 @@ class GenerationEndpoint(GeneratingEndpoint):
             details = await table.tokenizer.prompt_details(generation)
             generation = await read_by_encoder(table.images, table.tokenizer, generation)
         response_id, arrival = f"{self._prefix}-{secrets.token_hex(12)}", time.time()
-        header = self._header(generation, response_id, arrival)
+        header = new_header(generation, self._prefix, identity=response_id, created=arrival)
         self._log(call, generation, header)
         if generation.stream is None:
             await self._respond(call, generation, header, details, searches)
@@ -255,11 +282,6 @@ class GenerationEndpoint(GeneratingEndpoint):
         else:
             await self._stream(call, generation, header, details, generation.stream)
 
-    def _header(self, generation: GenerationRequest, response_id: str, arrival: float) -> ResponseHeader:
-        own = generation.request_id
-        shown = "" if own is None else f"{self._prefix}-{own}"
-        return ResponseHeader(generation.kind, response_id, int(arrival), generation.served_name, shown_id=shown)
-
     async def _resume(self, call: Call, last: EventId) -> None:
         """Responds with the rest of a stream that began on another connection. Raises RequestError."""
         table = self._table
@@ -278,7 +300,7 @@ class GenerationEndpoint(GeneratingEndpoint):
         generation = await table.images.filled(generation)
         details = await table.tokenizer.prompt_details(generation)
         generation = await read_by_encoder(table.images, table.tokenizer, generation)
-        header = self._header(generation, opening.stream, opening.arrival)
+        header = new_header(generation, self._prefix, identity=opening.stream, created=opening.arrival)
         self._log(call, generation, header, last)
         assert generation.stream is not None
         await self._stream(call, generation, header, details, generation.stream, record, last)

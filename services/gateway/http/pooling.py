@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
 from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from services.gateway.api.pooling.pooled_request import PooledRequest
-from services.gateway.api.response import GenerationResponse, ResponseHeader, ResponseWriter, prompt_tokens
+from services.gateway.api.response import GenerationResponse, ResponseWriter, prompt_tokens
 from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call
+from services.gateway.http.generation import new_header
 from services.gateway.request_table import RequestTable
 
 log = logging.getLogger(__name__)
@@ -60,16 +59,7 @@ class PooledEndpoint:
         generation = replace(self._access.bound(generation, call.key), trace=call.trace)
         table.admit(generation.sequences, generation.model.name)
         self._access.reserve(call, generation, table.free)
-        name = f"{_PREFIXES[self._kind]}-{secrets.token_hex(12)}"
-        own = generation.request_id
-        header = ResponseHeader(
-            generation.kind,
-            name,
-            int(time.time()),
-            generation.served_name,
-            asked.prompt_field,
-            "" if own is None else f"{_PREFIXES[self._kind]}-{own}",
-        )
+        header = new_header(generation, _PREFIXES[self._kind])._replace(prompt_field=asked.prompt_field)
         call.name_request(header.id)
         extra = {"request": header.id, "client_request": call.client_id, "endpoint": header.kind}
         log.info("request", extra={**extra, "model": header.model, "choices": generation.sequences, "stream": False})

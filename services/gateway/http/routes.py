@@ -9,7 +9,6 @@ from starlette.routing import Route
 
 from services.gateway.api.anthropic.answer import error_body as anthropic_error
 from services.gateway.api.audio.request import Task
-from services.gateway.api.errors import RequestError
 from services.gateway.api.ollama.answer import AnswerShape
 from services.gateway.api.ollama.answer import error_body as ollama_error
 from services.gateway.audio.audio_decoder import AudioDecoder
@@ -36,7 +35,7 @@ from services.gateway.http.apis.stored_responses import StoredResponseEndpoints
 from services.gateway.http.apis.tokens.generate import TokensEndpoint
 from services.gateway.http.apis.tokens.generative_scores import GenerativeScoresEndpoint
 from services.gateway.http.body_parser import BodyParser
-from services.gateway.http.call import BodyLimits, ErrorBody
+from services.gateway.http.call import OPENAI, ApiShape, BodyLimits
 from services.gateway.http.endpoints import VERSION, Endpoint, Handler, InfoEndpoints
 from services.gateway.http.generation import GenerationEndpoint, StreamSettings
 from services.gateway.http.overflow import Overflow
@@ -98,6 +97,10 @@ def all_routes(parts: EndpointParts) -> list[Route]:
     ]
 
 
+ANTHROPIC = ApiShape(anthropic_error, (b"x-request-id", b"request-id"))
+OLLAMA = ApiShape(ollama_error)
+
+
 class _Routes:
     """By whose API, or what, they belong to."""
 
@@ -156,9 +159,9 @@ class _Routes:
         count_tokens = CountTokensEndpoint(parts.table, parts.parser, parts.access)
         messages = MessagesEndpoint(*self._generating)
         return [
-            self._route("POST", "/v1/messages", messages, "inference", anthropic_error, media=True),
-            self._route("POST", "/v1/messages/render", self._rendered("messages"), "inference", anthropic_error),
-            self._route("POST", "/v1/messages/count_tokens", count_tokens, "inference", anthropic_error),
+            self._route("POST", "/v1/messages", messages, "inference", ANTHROPIC, media=True),
+            self._route("POST", "/v1/messages/render", self._rendered("messages"), "inference", ANTHROPIC),
+            self._route("POST", "/v1/messages/count_tokens", count_tokens, "inference", ANTHROPIC),
         ]
 
     def ollama(self) -> list[Route]:
@@ -166,12 +169,12 @@ class _Routes:
         route, models = self._route, OllamaInfo(self._parts.table, VERSION)
         chat, generate = (OllamaEndpoint(shape, *self._generating) for shape in get_args(AnswerShape))
         return [
-            route("POST", "/api/chat", chat, "inference", ollama_error, media=True),
-            route("POST", "/api/generate", generate, "inference", ollama_error, media=True),
-            route("GET", "/api/tags", models.tags, "read-only", ollama_error),
-            route("GET", "/api/ps", models.running, "read-only", ollama_error),
-            route("POST", "/api/show", models.show, "read-only", ollama_error),
-            route("GET", "/api/version", models.version, "read-only", ollama_error),
+            route("POST", "/api/chat", chat, "inference", OLLAMA, media=True),
+            route("POST", "/api/generate", generate, "inference", OLLAMA, media=True),
+            route("GET", "/api/tags", models.tags, "read-only", OLLAMA),
+            route("GET", "/api/ps", models.running, "read-only", OLLAMA),
+            route("POST", "/api/show", models.show, "read-only", OLLAMA),
+            route("GET", "/api/version", models.version, "read-only", OLLAMA),
         ]
 
     def pooling(self) -> list[Route]:
@@ -290,7 +293,7 @@ class _Routes:
         path: str,
         handler: Handler,
         scope: KeyScope | None,
-        error_body: ErrorBody = RequestError.body,
+        shape: ApiShape = OPENAI,
         *,
         counted: bool = True,
         media: bool = False,
@@ -299,7 +302,7 @@ class _Routes:
         parts = self._parts
         takes_media = parts.table.cluster.takes_media if media else lambda: False
         endpoint = Endpoint(
-            *(handler, path, scope, parts.access, parts.bodies, error_body), counted=counted, takes_media=takes_media
+            *(handler, path, scope, parts.access, parts.bodies, shape), counted=counted, takes_media=takes_media
         )
         return Route(path, endpoint, methods=[method])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, BadRequestError, NotFoundError
 from openai import AsyncOpenAI
 
 from tests.support.cluster.conversations import QUESTIONS
@@ -68,6 +68,49 @@ async def test_an_answer_goes_on_from_a_last_turn_of_the_assistants(
     assert begun + rest.content[0].text == whole  # type: ignore[union-attr]
     counted = await anthropic.messages.count_tokens(model=stack.model, messages=turns)
     assert counted.input_tokens == rest.usage.input_tokens + (rest.usage.cache_read_input_tokens or 0)
+
+
+async def test_models_and_requests_are_named_as_the_sdk_looks_for_them(
+    stack: RunningStack, anthropic: AsyncAnthropic
+) -> None:
+    shown = [model async for model in anthropic.models.list()]
+    [model] = [each for each in shown if each.id == stack.model]
+    assert (model.type, model.display_name) == ("model", stack.model)
+    assert model == await anthropic.models.retrieve(stack.model)
+    with pytest.raises(NotFoundError):
+        await anthropic.models.retrieve("none")
+    asked: Any = {"model": stack.model, "messages": [{"role": "user", "content": "Hello"}]}
+    message = await anthropic.messages.create(max_tokens=1, extra_headers={"x-request-id": "mine"}, **asked)
+    assert message._request_id == "mine"
+    with pytest.raises(BadRequestError) as refused:
+        await anthropic.messages.create(max_tokens=0, extra_headers={"x-request-id": "wrong"}, **asked)
+    assert refused.value.request_id == "wrong"
+
+
+async def test_documents_are_read_and_what_fills_the_context_says_so(
+    stack: RunningStack, anthropic: AsyncAnthropic
+) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "It rains."}
+    question = {"type": "text", "text": "Tell a story."}
+    turns: Any = [{"role": "user", "content": [{"type": "document", "source": source}, question]}]
+    same: Any = [{"role": "ctx", "content": "<document>\nIt rains.\n</document>\nTell a story."}]
+    read, written = [await anthropic.messages.count_tokens(model=stack.model, messages=each) for each in (turns, same)]
+    assert read.input_tokens == written.input_tokens
+    context = (await anthropic.models.retrieve(stack.model)).max_input_tokens
+    assert context is not None
+    filling: Any = [{"role": "user", "content": "one " * (context - 64)}]
+    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 900}}, "required": ["a"]}
+    keep_all: Any = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    filled = await anthropic.beta.messages.create(
+        model=stack.model,
+        messages=filling,
+        max_tokens=context,
+        context_management=keep_all,
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+    )
+    assert filled.stop_reason == "model_context_window_exceeded"
+    cached = filled.usage.cache_read_input_tokens or 0
+    assert filled.usage.input_tokens + cached + filled.usage.output_tokens == context
 
 
 async def test_a_stop_sequence_is_named(stack: RunningStack, anthropic: AsyncAnthropic) -> None:

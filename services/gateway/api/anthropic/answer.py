@@ -24,43 +24,57 @@ _ERROR_TYPES = {
 }
 
 
-def message(header: ResponseHeader, choice: ChoiceState, content: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the fields of a message; a stream begins with one that has no content."""
+def message(
+    header: ResponseHeader, choice: ChoiceState, content: list[dict[str, Any]], max_tokens: int | None
+) -> dict[str, Any]:
+    """Returns the fields of a message; a stream begins with one that has no content. `max_tokens`: see `ending`."""
     return {
         "id": header.id,
         "type": "message",
         "role": "assistant",
         "model": header.model,
         "content": content,
-        **ending(choice),
-        "usage": usage(choice),
+        **ending(choice, max_tokens),
+        "usage": {**usage(choice), "service_tier": "standard"},
     }
 
 
-def message_body(header: ResponseHeader, choices: list[ChoiceState]) -> bytes:
-    """Returns the JSON of an answer that is not streamed."""
-    blocks = choices[0].message
+def message_body(
+    header: ResponseHeader, choice: ChoiceState, max_tokens: int | None, transfer: dict[str, Any] | None
+) -> bytes:
+    """Returns the JSON of an answer that is not streamed. `transfer`: vLLM's `kv_transfer_params`."""
+    blocks = choice.message
     assert isinstance(blocks, MessageBlocks)
-    return msgspec.json.encode(message(header, choices[0], blocks.body()))
+    body = message(header, choice, blocks.body(), max_tokens)
+    return msgspec.json.encode(body if transfer is None else {**body, "kv_transfer_params": transfer})
 
 
-def ending(choice: ChoiceState) -> dict[str, str | None]:
-    """Returns why the answer ended; nulls as long as it has not."""
+def ending(choice: ChoiceState, max_tokens: int | None) -> dict[str, Any]:
+    """Returns why the answer ended; nulls as long as it has not. One that is as long as it may be, and has fewer tokens
+    than the client's `max_tokens`, has filled the context."""
+    ended: dict[str, Any] = dict.fromkeys(("stop_reason", "stop_sequence", "stop_details", "container"))
     if choice.finish is None:
-        return {"stop_reason": None, "stop_sequence": None}
+        return ended
     reason = _STOP_REASONS.get(choice.finish_reason or "", "end_turn")
     if reason == "end_turn" and isinstance(choice.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
-    return {"stop_reason": reason, "stop_sequence": None}
+        return ended | {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_reason}
+    if reason == "max_tokens" and max_tokens is not None and choice.tokens < max_tokens:
+        reason = "model_context_window_exceeded"
+    return ended | {"stop_reason": reason}
 
 
-def usage(choice: ChoiceState) -> dict[str, int]:
+def usage(choice: ChoiceState) -> dict[str, Any]:
     """Returns the tokens as Anthropic counts them: `input_tokens` are those that were not in the cache."""
+    parser = None if choice.message is None else choice.message.parser
+    thinking = None
+    if parser is not None and parser.separates_reasoning:
+        thinking = {"thinking_tokens": min(parser.reasoning_tokens, choice.tokens)}
     return {
         "input_tokens": choice.prompt_tokens - choice.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": choice.cached_tokens,
         "output_tokens": choice.tokens,
+        "output_tokens_details": thinking,
     }
 
 

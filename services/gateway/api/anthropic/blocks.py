@@ -54,11 +54,11 @@ class ContentBlock:
     def _body(self, text: str, arguments: dict[str, Any]) -> dict[str, Any]:
         match self.kind:
             case "text":
-                return {"type": "text", "text": text}
+                return {"type": "text", "text": text, "citations": None}
             case "thinking":
                 return {"type": "thinking", "thinking": text, "signature": ""}
             case "tool_use":
-                return {"type": "tool_use", **self._named, "input": arguments}
+                return {"type": "tool_use", **self._named, "input": arguments, "caller": {"type": "direct"}}
 
 
 class MessageBlocks:

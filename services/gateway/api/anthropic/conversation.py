@@ -8,15 +8,17 @@ from typing import Any
 
 from msgspec import Struct
 
+from services.gateway.api.anthropic.documents import document_text, plain_text, search_result_text
 from services.gateway.api.embeds.images import foreign_image
-from services.gateway.api.errors import abbreviated, invalid, not_allowed, unsupported
+from services.gateway.api.errors import invalid, not_allowed, unsupported
 from services.gateway.api.media.source import IMAGE
 
 BILLING = "x-anthropic-billing-header"
 """How a block of Claude Code's system prompt begins that is for Anthropic's servers only. It differs from request to
 request, so that no prefix behind it would be found in the cache."""
 
-
+_OF_USERS = ("user", "ctx", "msg")
+"""Roles of what users say: Claude Code has two of its own, as vLLM knows, too."""
 TOOL_REFERENCE = "Available: "
 """What the model is told of a tool that a result refers to, before the tool's name."""
 
@@ -50,21 +52,22 @@ def chat_messages(system: str | list[dict[str, Any]] | None, turns: Sequence[Mes
 def _system(given: str | list[dict[str, Any]], path: str) -> str:
     if isinstance(given, str):
         return given
-    texts = (_text(block, f"{path}[{i}]") for i, block in enumerate(given))
+    texts = (plain_text(block, f"{path}[{i}]") for i, block in enumerate(given))
     return "\n".join(text for text in texts if not text.startswith(BILLING))
 
 
 def _messages(message: MessageFields, path: str) -> list[dict[str, Any]]:
     """A turn as messages of a chat: results of tools are messages of their own there, before what the user says; their
     images, which a tool cannot show there, are the user's."""
-    if message.role not in ("user", "assistant"):
+    role = "user" if message.role in _OF_USERS else message.role
+    if role not in ("user", "assistant"):
         raise not_allowed(f"{path}.role", message.role, "'user' or 'assistant'; a system prompt goes into system")
     if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
+        return [{"role": role, "content": message.content}]
     if not message.content:
         raise invalid(f"{path}.content", "[] is not allowed; a text or at least one block is needed")
     blocks = [(block, f"{path}.content[{i}]") for i, block in enumerate(message.content)]
-    if message.role == "assistant":
+    if role == "assistant":
         return [_assistant(blocks)]
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
@@ -82,10 +85,17 @@ def _messages(message: MessageFields, path: str) -> list[dict[str, Any]]:
 
 
 def _part(block: Any, where: str) -> dict[str, Any]:
-    """A text or an image."""
-    if isinstance(block, dict) and block.get("type") == "image":
-        return _image(block, where)
-    return {"type": "text", "text": _text(block, where)}
+    """A text, an image, or what has a text."""
+    match block:
+        case {"type": "image"}:
+            return _image(block, where)
+        case {"type": "document"}:
+            text = document_text(block, where)
+        case {"type": "search_result"}:
+            text = search_result_text(block, where)
+        case _:
+            text = plain_text(block, where)
+    return {"type": "text", "text": text}
 
 
 def _result_part(block: Any, where: str) -> dict[str, Any]:
@@ -125,7 +135,7 @@ def _assistant(blocks: Blocks) -> dict[str, Any]:
             case {"type": "tool_use"}:
                 raise not_allowed(where, block, '{"type": "tool_use", "id": "…", "name": "…", "input": {…}} is')
             case _:
-                texts.append(_text(block, where))
+                texts.append(plain_text(block, where))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
@@ -164,15 +174,3 @@ def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
         case source:
             forms = '{"type": "base64", "media_type": "image/png", "data": "…"} or {"type": "url", "url": "…"} is'
             raise not_allowed(f"{where}.source", source, forms)
-
-
-def _text(block: Any, where: str) -> str:
-    match block:
-        case {"type": "text", "text": str(text)}:
-            return text
-        case {"type": "text"}:
-            raise not_allowed(where, block, '{"type": "text", "text": "…"} is')
-        case {"type": str(kind)}:
-            raise unsupported(f"{where}.type", f"a block of type {abbreviated(kind)} here")
-        case _:
-            raise not_allowed(where, block, "a block with a type is")

@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from services.gateway.api.anthropic.context_edits import ContextManagementFields, edited
 from services.gateway.api.anthropic.conversation import MessageFields, chat_messages, referenced_tools
 from services.gateway.api.chat import ChatFields, chat_request
 from services.gateway.api.errors import (
     RequestError,
+    check_depth,
     decode_body,
     hosted_tool,
     invalid,
@@ -63,6 +65,10 @@ class MessagesTokensFields(Struct, kw_only=True, forbid_unknown_fields=True):
     thinking: ThinkingFields | None = None
     output_config: OutputFields | None = None
     cache_control: dict[str, Any] | None = None
+    context_management: ContextManagementFields | None = None
+    speed: str | None = None
+    # vLLM's.
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class MessagesFields(MessagesTokensFields, kw_only=True, forbid_unknown_fields=True):
@@ -78,6 +84,7 @@ class MessagesFields(MessagesTokensFields, kw_only=True, forbid_unknown_fields=T
     service_tier: str | None = None
     # vLLM's.
     vllm_xargs: dict[str, Any] | None = None
+    kv_transfer_params: Any = None
 
 
 _decoder = msgspec.json.Decoder(MessagesFields)
@@ -96,7 +103,7 @@ def read_messages(
     chat.max_tokens = fields.max_tokens
     chat.stop, chat.stream = fields.stop_sequences, fields.stream
     chat.temperature, chat.top_p, chat.top_k = fields.temperature, fields.top_p, fields.top_k
-    chat.vllm_xargs = fields.vllm_xargs
+    chat.vllm_xargs, chat.kv_transfer_params = fields.vllm_xargs, fields.kv_transfer_params
     dialect = OutputDialect() if dialect_of is None else dialect_of(card.name)
     thinking = fields.thinking
     if thinking is not None and thinking.type == "enabled":
@@ -125,7 +132,10 @@ def _chat_fields(fields: MessagesTokensFields) -> ChatFields:
     """The fields of a chat with the same prompt."""
     if not fields.messages:
         raise invalid("messages", "[] is not allowed; at least one message is needed")
-    chat = ChatFields(model=fields.model, messages=chat_messages(fields.system, fields.messages))
+    if fields.speed not in (None, "standard"):
+        raise not_allowed("speed", fields.speed, "'standard' is")
+    turns = edited(fields.messages, fields.context_management)
+    chat = ChatFields(model=fields.model, messages=chat_messages(fields.system, turns))
     last = chat.messages[-1]
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
         chat.continue_final_message = True  # a prefill: the answer goes on from it
@@ -134,7 +144,8 @@ def _chat_fields(fields: MessagesTokensFields) -> ChatFields:
     if fields.tool_choice is not None:
         chat.tool_choice, chat.parallel_tool_calls = _tool_choice(fields.tool_choice)
     _check_thinking(fields.thinking)
-    chat.chat_template_kwargs = {"enable_thinking": fields.thinking is not None and fields.thinking.type != "disabled"}
+    thinks = fields.thinking is not None and fields.thinking.type != "disabled"
+    chat.chat_template_kwargs = {"enable_thinking": thinks, **(fields.chat_template_kwargs or {})}
     if (output := fields.output_config) is not None:
         chat.reasoning_effort = output.effort
         if output.format is not None:
@@ -180,9 +191,23 @@ def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
         raise hosted_tool(f"{path}.type", str(tool["type"]))
     if "input_schema" not in tool:
         raise invalid(f"{path}.input_schema", "this field is required")
+    callers = tool.get("allowed_callers")
+    if callers is not None and (not isinstance(callers, list) or "direct" not in callers):
+        raise not_allowed(f"{path}.allowed_callers", callers, "a list with 'direct' is: no code is run here")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+    if examples := tool.get("input_examples"):
+        function["description"] = _with_examples(function.get("description"), examples, f"{path}.input_examples")
     return {"type": "function", "function": function}
+
+
+def _with_examples(description: Any, examples: Any, path: str) -> Any:
+    """A tool's description with examples of its input, of which chat templates know nothing."""
+    if not isinstance(examples, list) or not all(isinstance(each, dict) for each in examples):
+        raise not_allowed(path, examples, "a list of objects is")
+    check_depth(path, examples)
+    lines = [msgspec.json.encode(each).decode() for each in examples]
+    return "\n".join([*([] if description is None else [str(description)]), "Examples of input:", *lines])
 
 
 def _tool_choice(choice: dict[str, Any]) -> tuple[str | dict[str, Any], bool | None]:

@@ -58,6 +58,7 @@ class CommonFields(VllmSamplingFields, kw_only=True):
     metadata: Any = None
     prediction: Any = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     return_mm_kwargs: bool | None = None
     safety_identifier: str | None = None
@@ -72,12 +73,13 @@ class CommonFields(VllmSamplingFields, kw_only=True):
     logits_processors: Any = None
     media_io_kwargs: Any = None
     mm_processor_kwargs: Any = None
+    moderation: Any = None
     return_token_offsets: Any = None
 
 
 WITHOUT_EFFECT = frozenset(
-    {"metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "return_mm_kwargs"}
-    | {"safety_identifier", "session_id", "store", "user"}
+    {"metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+    | {"return_mm_kwargs", "safety_identifier", "session_id", "store", "user"}
 )
 """What clients may send, and no answer depends on."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -91,6 +93,7 @@ _UNSUPPORTED = {
     "logits_processors": "a logits processor of the client's (vllm_xargs asks for one of the engine's)",
     "media_io_kwargs": "how media are read",
     "mm_processor_kwargs": "a setting of processors (use_audio_in_video: sounds within videos are not heard)",
+    "moderation": "moderation",
     "repetition_detection": "an end by repetitions",
     "return_token_offsets": "where each token is in the prompt",
     "routed_experts_prompt_start": "which experts each token took",

@@ -13,7 +13,7 @@ from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseW
 from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call, ClientConnection
-from services.gateway.http.generation import GeneratingEndpoint
+from services.gateway.http.generation import GeneratingEndpoint, StreamSettings
 from services.gateway.http.streaming import EventWriter, event_frame
 from services.gateway.request_table import RequestTable
 from shared.messages.gateway import Delta
@@ -25,10 +25,13 @@ class MessagesWriter(EventWriter):
     keep_alive_frame = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(
-        self, header: ResponseHeader, connection: ClientConnection, *, keep_alive: float, unread_limit: int, now: float
+        self, header: ResponseHeader, max_tokens: int | None, connection: ClientConnection, settings: StreamSettings
     ) -> None:
-        super().__init__(connection, keep_alive=keep_alive, unread_limit=unread_limit, now=now)
-        self._header = header
+        """`max_tokens`: the client's."""
+        super().__init__(
+            connection, keep_alive=settings.keep_alive, unread_limit=settings.unread_limit, now=time.monotonic()
+        )
+        self._header, self._max_tokens = header, max_tokens
 
     def frames(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
         """Returns the events of new output: the message's start before the first, none where nothing is decided yet."""
@@ -43,7 +46,7 @@ class MessagesWriter(EventWriter):
         """Returns why it ended and what it took, and the end."""
         [choice] = choices
         start = [] if choice.started else [self._start(choice)]
-        ended = {"type": "message_delta", "delta": ending(choice), "usage": usage(choice)}
+        ended = {"type": "message_delta", "delta": ending(choice, self._max_tokens), "usage": usage(choice)}
         return [*start, event_frame(ended), event_frame({"type": "message_stop"})]
 
     def error_frames(self, error: RequestError) -> bytes:
@@ -53,7 +56,7 @@ class MessagesWriter(EventWriter):
     def _start(self, choice: ChoiceState) -> bytes:
         choice.started = True
         begun = ChoiceState(0, 0, prompt_tokens=choice.prompt_tokens, cached_tokens=choice.cached_tokens)
-        return event_frame({"type": "message_start", "message": message(self._header, begun, [])})
+        return event_frame({"type": "message_start", "message": message(self._header, begun, [], None)})
 
 
 class MessagesEndpoint(GeneratingEndpoint):
@@ -66,19 +69,15 @@ class MessagesEndpoint(GeneratingEndpoint):
         details = await self._table.tokenizer.prompt_details(generation)
         header = ResponseHeader("messages", f"msg_{secrets.token_hex(12)}", int(time.time()), generation.served_name)
         self._log(call, generation, header)
-        settings = self._settings
+        max_tokens = generation.stopping.max_tokens
         if generation.stream is None:
             response = await self._table.open(generation, header, ResponseWriter(), details)
-            if await self._whole(call, response):
-                await self._finish(call, call.respond(message_body(header, response.choices)))
+            whole, transfer = await self._whole_and_kept(call, generation, response)
+            if whole:
+                body = message_body(header, response.choices[0], max_tokens, transfer)
+                await self._finish(call, call.respond(body))
             return
-        writer = MessagesWriter(
-            header,
-            call.connection,
-            keep_alive=settings.keep_alive,
-            unread_limit=settings.unread_limit,
-            now=time.monotonic(),
-        )
+        writer = MessagesWriter(header, max_tokens, call.connection, self._settings)
         await self._streamed(call, await self._table.open(generation, header, writer, details), writer)
 
 

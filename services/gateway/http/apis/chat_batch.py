@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
-import time
-
-from services.gateway.api.response import ResponseHeader, ResponseWriter, response_body
+from services.gateway.api.response import ResponseWriter, response_body
 from services.gateway.http.call import Call
-from services.gateway.http.generation import GeneratingEndpoint
+from services.gateway.http.generation import GeneratingEndpoint, new_header
 
 
 class ChatBatchEndpoint(GeneratingEndpoint):
@@ -18,7 +15,7 @@ class ChatBatchEndpoint(GeneratingEndpoint):
         generation = await self._read(call, "chat_batch")
         generation = self._admitted(call, generation)
         details = await self._table.tokenizer.prompt_details(generation)
-        header = ResponseHeader("chat", f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), generation.served_name)
+        header = new_header(generation, "chatcmpl")
         self._log(call, generation, header)
         response = await self._table.open(generation, header, ResponseWriter(), details)
         if await self._whole(call, response):

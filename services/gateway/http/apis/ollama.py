@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 import time
 from typing import Any
 
@@ -21,11 +20,11 @@ from services.gateway.api.ollama.answer import (
     model_entry,
 )
 from services.gateway.api.ollama.request import LATEST, ModelNameOnly, read_show
-from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
+from services.gateway.api.response import ChoiceState, ResponseWriter
 from services.gateway.http.access import AccessControl, check_model
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call, ClientConnection
-from services.gateway.http.generation import GeneratingEndpoint, StreamSettings
+from services.gateway.http.generation import GeneratingEndpoint, StreamSettings, new_header
 from services.gateway.http.streaming import EventWriter
 from services.gateway.request_table import RequestTable
 from services.gateway.resumable_streams import ResumableStreams
@@ -103,20 +102,19 @@ class OllamaEndpoint(GeneratingEndpoint):
         generation: GenerationRequest = self._admitted(call, asked)
         generation = await self._filled(call, generation)
         details = await self._table.tokenizer.prompt_details(generation)
-        model = generation.served_name
-        header = ResponseHeader("ollama", f"ollama-{secrets.token_hex(12)}", int(time.time()), model)
+        header = new_header(generation, "ollama")
         self._log(call, generation, header)
         if generation.stream is None:
             response = await self._table.open(generation, header, ResponseWriter(), details)
             if await self._whole(call, response):
                 [choice] = response.choices
                 assert isinstance(choice.message, OllamaMessage)
-                body = answer(self._shape, model, choice.message.body(), choice)
+                body = answer(self._shape, header.model, choice.message.body(), choice)
                 body |= ending(choice, response.started_at, choice.last_token_at or response.started_at)
                 await self._finish(call, call.respond_json(body))
             return
         writer = LineWriter(
-            self._shape, model, call.connection, unread_limit=self._settings.unread_limit, now=time.monotonic()
+            self._shape, header.model, call.connection, unread_limit=self._settings.unread_limit, now=time.monotonic()
         )
         response = await self._table.open(generation, header, writer, details)
         writer.began = response.started_at

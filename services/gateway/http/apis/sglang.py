@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from typing import Any
 
@@ -11,7 +10,7 @@ from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseW
 from services.gateway.api.sglang.answer import answer
 from services.gateway.api.sglang.request import SglangAnswerOptions, SglangRequest
 from services.gateway.http.call import Call, ClientConnection
-from services.gateway.http.generation import GeneratingEndpoint
+from services.gateway.http.generation import GeneratingEndpoint, new_header
 from services.gateway.http.streaming import DONE, EventWriter, encode, error_frame
 from shared.messages.gateway import Delta
 
@@ -68,7 +67,7 @@ class SglangEndpoint(GeneratingEndpoint):
         assert isinstance(asked, SglangRequest)
         generation, options = self._admitted(call, asked.generation), asked.options
         details = await self._table.tokenizer.prompt_details(generation)
-        header = ResponseHeader("sglang", f"sglang-{secrets.token_hex(12)}", int(time.time()), generation.served_name)
+        header = new_header(generation, "sglang")
         self._log(call, generation, header)
         if generation.stream is None:
             response = await self._table.open(generation, header, ResponseWriter(), details)

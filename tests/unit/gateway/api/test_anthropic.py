@@ -7,11 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway.api.anthropic.answer import ending, usage
 from services.gateway.api.anthropic.blocks import MessageBlocks
 from services.gateway.api.anthropic.conversation import MessageFields, chat_messages
 from services.gateway.api.anthropic.request import read_count_tokens, read_messages
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
+from services.gateway.api.response import ChoiceState
 from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import ModelName
@@ -23,6 +25,8 @@ from tests.support.gateway.tool_calls import Call, written
 CARD = ModelCard(name=ModelName("m"), created=17, max_model_len=64, vocab_size=100, eos_token_ids=(2,), dtype="float32")
 WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
 THINKS = OutputDialect(tools="hermes", reasoning="qwen3")
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "It rains."}}
+CLEAR, EDIT = "clear_thinking_20251015", "context_management.edits[0]"
 
 
 def body(**fields: Any) -> bytes:
@@ -172,9 +176,39 @@ def test_deferred_tools_are_shown_once_a_result_refers_to_them() -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-            "messages[0].content[0].type",
-            "document",
+            "messages[0].content[0].source",
+            "text/plain",
         ),
+        *(
+            ({"messages": [{"role": "user", "content": [DOCUMENT | changed]}]}, f"messages[0].content[0].{param}", said)
+            for changed, param, said in (
+                (
+                    {"source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}},
+                    "source.type",
+                    "base64",
+                ),
+                (
+                    {"source": {"type": "text", "media_type": "text/html", "data": ""}},
+                    "source.media_type",
+                    "text/plain",
+                ),
+                ({"source": {"type": "content", "content": [{"type": "image"}]}}, "source.content[0].type", "image"),
+                ({"title": 3}, "title", "a text"),
+                ({"citations": {"enabled": True}}, "citations", "citing"),
+                ({"citations": 1}, "citations", "enabled"),
+            )
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "search_result", "source": "s", "content": []}]}]},
+            "messages[0].content[0].title",
+            "a text",
+        ),
+        ({"speed": "fast"}, "speed", "standard"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, EDIT + ".type", "clear_tool_uses"),
+        ({"context_management": {"edits": [{"type": CLEAR, "keep": "none"}]}}, EDIT + ".keep", "thinking_turns"),
+        ({"context_management": {"edits": [{"type": CLEAR}] * 2}}, "context_management.edits", "2 edits"),
+        ({"tools": [WEATHER | {"input_examples": "x"}]}, "tools[0].input_examples", "list of objects"),
+        ({"tools": [WEATHER | {"allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers", "direct"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "at least one block"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type", "bash_20250124"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "required"),
@@ -197,6 +231,86 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
     assert caught.value.param == param
     assert said in caught.value.message
     assert caught.value.message.startswith(param.split(".")[0].split("[")[0])
+
+
+def test_documents_and_search_results_are_texts_that_name_them() -> None:
+    blocks = [{"type": "text", "text": "See."}]
+    found = {"type": "search_result", "source": "https://a.example", "title": "A", "content": [*blocks, *blocks]}
+    content = {"type": "document", "source": {"type": "content", "content": blocks}, "title": "T", "context": "C"}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [found]}
+    turns = [{"role": "user", "content": [result, DOCUMENT | {"citations": {"enabled": False}}, content]}]
+    assert messages(read(messages=turns)) == [
+        {
+            "role": "tool",
+            "tool_call_id": "t",
+            "content": "<search_result>\nsource: https://a.example\ntitle: A\nSee.\nSee.\n</search_result>",
+        },
+        {
+            "role": "user",
+            "content": "<document>\nIt rains.\n</document>\n<document>\ntitle: T\ncontext: C\nSee.\n</document>",
+        },
+    ]
+
+
+def test_roles_of_claude_code_are_the_users() -> None:
+    turns = [{"role": role, "content": role} for role in ("user", "ctx", "assistant", "msg")]
+    assert [turn["role"] for turn in messages(read(messages=turns))] == ["user", "user", "assistant", "user"]
+
+
+def test_examples_of_a_tools_input_are_in_its_description() -> None:
+    tool = WEATHER | {"description": "Looks.", "input_examples": [{"city": "Rome"}], "allowed_callers": ["direct"]}
+    [prompt] = read(tools=[tool | {"eager_input_streaming": True}]).prompts
+    assert isinstance(prompt, ChatPrompt)
+    [shown] = msgspec.json.decode(prompt.tools or b"")
+    assert shown["function"]["description"] == 'Looks.\nExamples of input:\n{"city":"Rome"}'
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [({}, ["3", "4"]), ({"keep": "all"}, ["1", "2", "3", "4"]), (2, ["2", "3", "4"]), (9, list("1234"))],
+)
+def test_thoughts_of_earlier_turns_are_cleared(keep: Any, kept: list[str]) -> None:
+    """Turns are "1", "2", and "3" with "4", between which a tool is called."""
+    call = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "sunny"}
+
+    def thought(name: str, *more: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "assistant", "content": [{"type": "thinking", "thinking": name, "signature": ""}, *more]}
+
+    asked = {"role": "user", "content": "and?"}
+    turns = [asked, thought("1"), asked, thought("2"), asked, {"role": "assistant", "content": "no thought"}, asked]
+    turns += [thought("3", call), {"role": "user", "content": [result]}, thought("4"), asked]
+    edit = {"type": CLEAR} | (keep if isinstance(keep, dict) else {"keep": {"type": "thinking_turns", "value": keep}})
+    told = messages(read(messages=turns, tools=[WEATHER], context_management={"edits": [edit]}))
+    assert [turn["reasoning_content"] for turn in told if "reasoning_content" in turn] == kept
+    assert [turn["role"] for turn in told] == [turn["role"] for turn in messages(read(messages=turns))]
+
+
+def test_variables_of_the_template_and_a_hand_over_are_as_in_chats() -> None:
+    generation = read(
+        chat_template_kwargs={"a": 1, "enable_thinking": True}, kv_transfer_params={"do_remote_decode": True}
+    )
+    [prompt] = generation.prompts
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.template_kwargs == {"a": 1, "enable_thinking": True}
+    assert generation.kv_transfer.keep
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish", "reason"),
+    [(8, "length", "max_tokens"), (5, "length", "model_context_window_exceeded"), (5, "stop", "end_turn")],
+)
+def test_an_answer_that_fills_the_context_says_so(tokens: int, finish: Any, reason: str) -> None:
+    choice = ChoiceState(0, 0, tokens=tokens, finish=finish, message=_blocks())
+    assert ending(choice, 8)["stop_reason"] == reason
+
+
+def test_usage_says_how_many_tokens_are_thoughts() -> None:
+    blocks = _blocks()
+    blocks.parser.record_tokens(6)
+    blocks.feed("<think>one two three</think>one two three", "stop")
+    details = usage(ChoiceState(0, 0, tokens=6, message=blocks))["output_tokens_details"]
+    assert 2 <= details["thinking_tokens"] <= 4
 
 
 def test_a_model_that_does_not_reason_cannot_be_told_to() -> None:
@@ -224,8 +338,9 @@ def test_blocks_are_what_the_output_says() -> None:
     blocks = _blocks()
     blocks.feed(OUTPUTS["text and calls"], "stop")
     first, call, last = blocks.body()
-    assert first == {"type": "text", "text": "Well."}
+    assert first == {"type": "text", "text": "Well.", "citations": None}
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Rome"})
+    assert call["caller"] == {"type": "direct"}
     assert call["id"].startswith("toolu_")
     assert last["text"].strip() == "That is it."
     assert blocks.finish_reason("stop") == "tool_calls"

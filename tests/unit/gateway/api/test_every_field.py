@@ -59,6 +59,10 @@ LABELS = replace(
 LIMITS = RequestLimits(allow_request_template=True)
 TOOL = {"type": "function", "function": {"name": "f"}}
 OTHER_TOOL = {"type": "function", "function": {"name": "g"}}
+THOUGHTFUL = [
+    {"role": role, "content": [{"type": "thinking", "thinking": "hm", "signature": ""}] if role[0] == "a" else "hi"}
+    for role in ("user", "assistant") * 2
+]
 
 
 class Case(NamedTuple):
@@ -130,6 +134,7 @@ SAMPLED: dict[str, Case] = {
     "kv_transfer_params": Case({"do_remote_decode": True}),
     "logits_processors": Case(["x"]),
     "media_io_kwargs": Case({"image": {}}),
+    "moderation": Case({"model": "x"}),
     "mm_processor_kwargs": Case({"a": 1}),
     "prompt_embeds": Case("AAAA"),
     "repetition_detection": Case({"max_pattern_size": 3}),
@@ -255,6 +260,10 @@ CASES: dict[type[msgspec.Struct], dict[str, Case]] = {
         "output_config": Case({"effort": "low"}),
         "stop_sequences": Case(["x"]),
         "service_tier": Case("priority"),
+        "speed": Case("fast"),
+        "context_management": Case({"edits": [{"type": "clear_thinking_20251015"}]}, {"messages": THOUGHTFUL}),
+        "chat_template_kwargs": Case({"a": 1}),
+        "kv_transfer_params": SAMPLED["kv_transfer_params"],
         **{name: SAMPLED[name] for name in ("max_tokens", "stream", "temperature", "top_p", "top_k", "vllm_xargs")},
     },
     OllamaChatFields: OLLAMA | {"messages": CHAT["messages"], "tools": CHAT["tools"]},

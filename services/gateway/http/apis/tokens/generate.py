@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 
 from services.gateway.api.errors import RequestError
@@ -11,7 +10,7 @@ from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseW
 from services.gateway.api.tokens.answer import answer, chunk, last_chunk
 from services.gateway.api.tokens.request import TokensAnswerOptions, TokensRequest
 from services.gateway.http.call import Call, ClientConnection
-from services.gateway.http.generation import GeneratingEndpoint, StreamSettings
+from services.gateway.http.generation import GeneratingEndpoint, StreamSettings, new_header
 from services.gateway.http.streaming import DONE, EventWriter, encode, error_frame
 from shared.messages.gateway import Delta
 
@@ -70,10 +69,7 @@ class TokensEndpoint(GeneratingEndpoint):
         assert isinstance(asked, TokensRequest)
         generation, options = self._admitted(call, asked.generation), asked.options
         details = await self._table.tokenizer.prompt_details(generation)
-        identity = f"{PREFIX}-{secrets.token_hex(12)}"
-        own = generation.request_id
-        shown = "" if own is None else f"{PREFIX}-{own}"
-        header = ResponseHeader("tokens", identity, int(time.time()), generation.served_name, shown_id=shown)
+        header = new_header(generation, PREFIX)
         self._log(call, generation, header)
         if generation.stream is not None:
             writer = TokensWriter(header, generation.stream, options, call.connection, self._settings)
@@ -81,12 +77,7 @@ class TokensEndpoint(GeneratingEndpoint):
             await self._streamed(call, response, writer)
             return
         response = await self._table.open(generation, header, ResponseWriter(), details)
-        async with self._open_for(call, response):
-            outcome, transfer = await response.ended, None
-            if outcome == "finished" and generation.kv_transfer.keep:
-                transfer = await response.kv_transfer_params()
-        if response.error is not None:
-            raise response.error
-        if outcome == "finished":
+        whole, transfer = await self._whole_and_kept(call, generation, response)
+        if whole:
             scored = generation.response_options.prompt_logprobs
             await self._finish(call, call.respond_json(answer(header, response.choices, options, scored, transfer)))

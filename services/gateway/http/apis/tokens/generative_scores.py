@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 
 from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError
-from services.gateway.api.response import ResponseHeader, ResponseWriter
+from services.gateway.api.response import ResponseWriter
 from services.gateway.api.tokens.generative_scores import GenerativeScoreRequest, joined, scores_answer
 from services.gateway.http.call import Call
-from services.gateway.http.generation import GeneratingEndpoint
+from services.gateway.http.generation import GeneratingEndpoint, new_header
 from shared.messages.tokenizer import Prompt, TokenPrompt
 from shared.packing import pack
 
@@ -30,15 +28,7 @@ class GenerativeScoresEndpoint(GeneratingEndpoint):
         assert isinstance(asked, GenerativeScoreRequest)
         asked = replace(asked, generation=self._admitted(call, asked.generation))
         generation = replace(asked.generation, prompts=await self._prompts(asked))
-        identity, own = f"{PREFIX}-{secrets.token_hex(12)}", generation.request_id
-        header = ResponseHeader(
-            "generative_score",
-            identity,
-            int(time.time()),
-            generation.served_name,
-            prompt_field="items",
-            shown_id="" if own is None else f"{PREFIX}-{own}",
-        )
+        header = new_header(generation, PREFIX)._replace(prompt_field="items")
         self._log(call, generation, header)
         response = await self._table.open(generation, header, ResponseWriter(), [])
         if await self._whole(call, response):

@@ -1,0 +1,78 @@
+"""`context_management`: what is left out of a conversation before the model reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from services.gateway.api.anthropic.conversation import MessageFields
+from services.gateway.api.errors import invalid, not_allowed, unsupported
+
+CLEAR_THINKING = "clear_thinking_20251015"
+DEFAULT_KEPT_TURNS = 1
+FIELD = "context_management.edits"
+
+
+class ContextManagementFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Anthropic's `context_management`."""
+
+    edits: list[dict[str, Any]] = []
+
+
+def edited(turns: list[MessageFields], fields: ContextManagementFields | None) -> list[MessageFields]:
+    """Returns the turns without what the edits clear. Raises RequestError."""
+    edits = [] if fields is None else fields.edits
+    if len(edits) > 1:
+        raise invalid(FIELD, f"{len(edits)} edits are not allowed; one of type {CLEAR_THINKING} is")
+    for i, edit in enumerate(edits):
+        if (kind := edit.get("type")) != CLEAR_THINKING:
+            if isinstance(kind, str):
+                raise unsupported(f"{FIELD}[{i}].type", f"{kind!r}")
+            raise not_allowed(f"{FIELD}[{i}].type", kind, f"{CLEAR_THINKING!r} is")
+        kept = _kept_turns(edit.get("keep"), f"{FIELD}[{i}].keep")
+        if kept is not None:
+            turns = _without_thinking(turns, kept)
+    return turns
+
+
+def _kept_turns(keep: Any, where: str) -> int | None:
+    """None: those of all turns."""
+    match keep:
+        case None:
+            return DEFAULT_KEPT_TURNS
+        case "all" | {"type": "all"}:
+            return None
+        case {"type": "thinking_turns", "value": int(value)} if value > 0 and value is not True:
+            return value
+    raise not_allowed(where, keep, '\'all\', {"type": "all"} or {"type": "thinking_turns", "value": 1 or more} is')
+
+
+def _without_thinking(turns: list[MessageFields], kept: int) -> list[MessageFields]:
+    """The turns with the thoughts of the last `kept` of the assistant's that have any. Calls of tools and their results
+    are one turn of the assistant's, as it thinks on in between."""
+    result: list[MessageFields] = []
+    thoughtful, counted = 0, False
+    for turn in reversed(turns):
+        if turn.role == "assistant" and isinstance(turn.content, list):
+            thinks = any(block.get("type") in _THOUGHTS for block in turn.content)
+            if thinks and not counted:
+                thoughtful, counted = thoughtful + 1, True
+            if thinks and thoughtful > kept:
+                turn = MessageFields(role=turn.role, content=_thoughtless(turn.content))
+        elif turn.role != "assistant" and not _is_tool_results(turn):
+            counted = False
+        result.append(turn)
+    return result[::-1]
+
+
+_THOUGHTS = ("thinking", "redacted_thinking")
+
+
+def _thoughtless(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A turn of thoughts alone says nothing then, which is a text."""
+    return [block for block in blocks if block.get("type") not in _THOUGHTS] or [{"type": "text", "text": ""}]
+
+
+def _is_tool_results(turn: MessageFields) -> bool:
+    return isinstance(turn.content, list) and all(block.get("type") == "tool_result" for block in turn.content)
