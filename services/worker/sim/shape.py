@@ -37,6 +37,8 @@ class _Raw(RawLatent, kw_only=True):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     tie_word_embeddings: bool = False
+    num_shared_experts: int = 0
+    moe_shared_expert_intermediate_size: int | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
@@ -173,6 +175,9 @@ def read_shape(folder: Path, dtype: str, quantization: str = "auto", kv_cache_dt
         raise BackendError(f"{folder / 'config.json'}: {error}") from None
 
 
+_CHOOSING_BLOCKS = ("MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
+
+
 class _RawNames(Struct):
     architectures: list[str] = field(default_factory=list)
 
@@ -187,6 +192,7 @@ def _refuse_states(path: Path) -> None:
         (SELECTIVE_ARCHITECTURES, "selective state-space layers"),
         ((DEEPSEEK_V4,), "compressed keys"),
         ((HY4,), "several streams"),
+        (_CHOOSING_BLOCKS, "keys that are chosen by blocks"),
     )
     for known, kind in kinds:
         of_kind = [each for each in named if each in known]
@@ -288,7 +294,26 @@ class _Layers(NamedTuple):
     """Groups that a token's experts are of; 0: there are no groups."""
 
 
+_PUBLISHED = frozenset({"BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekForCausalLM"})
+"""Mixtures whose code comes with their checkpoints; `published/mixtures.py`, which reads them for engines, imports
+PyTorch."""
+
+
+def _published_layers(raw: _Raw) -> _Layers:
+    """Raises ValueError."""
+    experts, size, chosen = raw.n_routed_experts or raw.num_experts, raw.moe_intermediate_size, raw.num_experts_per_tok
+    if experts is None or size is None or chosen is None:
+        raise ValueError("n_routed_experts or num_experts, moe_intermediate_size and num_experts_per_tok are needed")
+    mixing = raw.num_hidden_layers - min(raw.first_k_dense_replace or 0, raw.num_hidden_layers)
+    shared = (raw.n_shared_experts or raw.num_shared_experts) * (raw.moe_shared_expert_intermediate_size or size)
+    dense = (raw.num_hidden_layers - mixing) * raw.intermediate_size
+    groups = (raw.topk_group or 0) if (raw.n_group or 1) > 1 else 0
+    return _Layers(dense + mixing * shared, experts, chosen, mixing * size, mixing, groups)
+
+
 def _layers(raw: _Raw) -> _Layers:
+    if not _PUBLISHED.isdisjoint(raw.architectures):
+        return _published_layers(raw)
     read = read_mixture(raw)
     mixing = sum(read.mixing)
     dense = (raw.num_hidden_layers - mixing) * raw.intermediate_size

@@ -26,7 +26,7 @@ from services.worker.measure.roofline.kernel_traffic import (
 from services.worker.measure.roofline.measured_rank import fill_with_noise
 from services.worker.measure.roofline.traffic import experts_met
 from services.worker.measure.roofline.wire import KernelWork, StepCase
-from services.worker.models.config import Mixture
+from services.worker.models.config import Mixture, ModelConfig
 from services.worker.models.rope import cos_sin_table
 from services.worker.ops.interface import BatchMeta, Ops, Routing
 from services.worker.ops.torch_ops import TorchOps
@@ -169,11 +169,12 @@ def linears(context: KernelContext) -> Cases:
     """Bytes: the matrix, rows in and rows out; 2 operations for each row and element of the matrix."""
     config = context.config
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    columns = _mlp_columns(config)
+    of_mlps = {"gate_up": (2 * columns, config.hidden_size), "down": (config.hidden_size, columns)} if columns else {}
     shapes = {
         "qkv": (heads + 2 * kv, config.hidden_size),
         "output": (config.hidden_size, heads),
-        "gate_up": (2 * config.intermediate_size, config.hidden_size),
-        "down": (config.hidden_size, config.intermediate_size),
+        **of_mlps,
         "head": (config.vocab_size, config.hidden_size),
     }
     for name, (out, inputs) in shapes.items():
@@ -189,6 +190,11 @@ def linears(context: KernelContext) -> Cases:
             work = KernelWork(item * (out * inputs + rows * (inputs + out)), 2.0 * rows * out * inputs)
             calls = [[_product(ops, x, each) for each in weights] for ops, weights in packed]
             yield KernelCase(f"{name} {out}×{inputs}, {rows} rows", work, calls[0], calls[1] if calls[1:] else [])
+
+
+def _mlp_columns(config: ModelConfig) -> int:
+    """Of the widest MLP; 0: there is none."""
+    return max([config.intermediate_size, *(each.columns or 0 for layer in config.layers for each in layer.following)])
 
 
 def _multiplies_by_itself(ops: Ops) -> bool:
@@ -217,7 +223,9 @@ def norms(context: KernelContext) -> Cases:
 
 def activation(context: KernelContext) -> Cases:
     """gated_act: two halves of a row in, one out."""
-    width = context.config.intermediate_size
+    width = _mlp_columns(context.config)
+    if not width:
+        raise NoKernel(f"{context.config.architecture} has no MLP")
     for rows in context.rows:
         size = context.products(context.ours, rows, 2 * width).nbytes + rows * width * context.dtype.itemsize
 

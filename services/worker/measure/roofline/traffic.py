@@ -88,7 +88,9 @@ class ModelTraffic:
         """Elements that each row is multiplied with."""
         mixture = self._config.mixture
         if mixture is None or not layer.mixes:
-            return 3 * self._config.hidden_size * _length(self._share.mlp)
+            dense = 3 * self._config.hidden_size * _length(self._share.mlp) if layer.has_mlp else 0
+            following = sum(each.parameters(self._config.hidden_size) for each in layer.following)
+            return dense + following * self._share.num_heads // self._config.num_heads
         return self._router(mixture) + self._shared_expert() + mixture.chosen * self._expert()
 
     def _router(self, mixture: Mixture) -> int:

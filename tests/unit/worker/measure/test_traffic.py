@@ -12,6 +12,7 @@ from services.worker.measure.roofline.wire import StepCase, measured_shape_names
 from services.worker.models.config import Mixture, ModelConfig
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.sharding import shard_of
+from tests.support.models.tiny_nas import CONFIG as NAS
 
 KV_TOKEN = 2 * 2 * 4 * 2
 """A key and a value, 2 heads of 4 elements of 2 bytes."""
@@ -119,3 +120,17 @@ def test_every_shape_is_known_by_name() -> None:
     assert shape_names() == ["deepseek-v3", "llama-3.1-8b", "qwen3-0.6b", "qwen3-30b-a3b"]
     assert measured_shape_names() == shape_names()[1:], "no latent attention"
     assert shape_file("gpt-5") is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_behind_attention_are_counted(tmp_path: Path, ranks: int) -> None:
+    """Nemotron-NAS: 5 MLPs, one of 256 columns by a factor, and 4 matrices; heads of all layers are as many."""
+    (tmp_path / "config.json").write_text(json.dumps(NAS))
+    config = read_model_config(tmp_path)
+    hidden = config.hidden_size
+    following = hidden * (3 * (128 + 256 + 96 + 64 + 96) + 4 * hidden)
+    attention = len(config.layers) * hidden * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    head = config.vocab_size * hidden
+    of_rank = ModelTraffic(config, shard_of(config, 0, ranks), 2, KV_TOKEN)
+    assert of_rank.weight_bytes == 2 * (following + attention + head) // ranks
+    assert of_rank.step(StepCase("decode", 1, 4)).weight_bytes == of_rank.weight_bytes

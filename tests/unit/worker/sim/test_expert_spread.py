@@ -9,11 +9,13 @@ from services.worker.backend import BackendError
 from services.worker.config import WorkerConfig
 from services.worker.executor.simulated import simulated_device
 from services.worker.measure.roofline.wire import shape_file
+from services.worker.models.hf_config import read_model_config
 from services.worker.sim.accelerator import PROFILES, Accelerator
 from services.worker.sim.expert_spread import ExpertSpread, exchange
 from services.worker.sim.shape import ModelShape, read_shape
 from shared.config import ConfigError, load_config
 from tests.support.engines.engine_on_a_bus import make_model
+from tests.support.models.published_mixtures import MIXTURES
 
 HIDDEN = 7168
 
@@ -142,6 +144,24 @@ def test_rounded_weights_and_keys_are_smaller(tmp_path: Path) -> None:
     heads = json.loads((model / "config.json").read_text())["num_key_value_heads"] * 2
     layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     assert scaled.kv_bytes_per_token == rounded.kv_bytes_per_token + 4 * heads * layers
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_published_mixtures_have_the_weights_that_engines_load(tmp_path: Path, architecture: str) -> None:
+    layout = MIXTURES[architecture]
+    described = {**layout.config, "architectures": [architecture], "intermediate_size": 96, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    config, shape = read_model_config(tmp_path), read_shape(tmp_path, "auto")
+    assert shape.experts is not None
+    assert config.mixture is not None
+    assert (shape.experts.count, shape.experts.chosen) == (config.mixture.experts, config.mixture.chosen)
+    routers = 2 * sum(layer.mixes for layer in config.layers) * config.mixture.experts * config.hidden_size
+    assert shape.weight_bytes == 2 * config.parameters - routers, "those of routers are not counted"
+    assert shape.experts.bytes == pytest.approx(config.expert_share * 2 * config.parameters)
+    alone = json.dumps(described | {"moe_intermediate_size": None})
+    (tmp_path / "config.json").write_text(alone)
+    with pytest.raises(BackendError, match="moe_intermediate_size"):
+        read_shape(tmp_path, "auto")
 
 
 def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:
