@@ -125,10 +125,6 @@ def load_experts(
     return packer.pack_experts(read.gate_up, read.down, read.biases)
 
 
-_STORED = ("weight", "qweight", "weight_packed")
-"""Of a module, as numbers or as codes, one of these is there."""
-
-
 class _Loader:
     def __init__(
         self,
@@ -359,10 +355,9 @@ class _Loader:
         if names.other_mlp is None:
             return own
         other = f"{layer}.{names.other_mlp}"
-        return other if f"{other}.gate.weight" in self._checkpoint or self._is_stored(f"{other}.{names.down}") else own
-
-    def _is_stored(self, module: str) -> bool:
-        return any(f"{module}.{each}" in self._checkpoint for each in _STORED)
+        return (
+            other if f"{other}.gate.weight" in self._checkpoint or self._matrices.has(f"{other}.{names.down}") else own
+        )
 
     def _mlp(self, name: str) -> DenseMlp:
         return self._columns_of(name, self._config.intermediate_size, self._share.mlp, self._config.mlp_bias)
@@ -372,7 +367,7 @@ class _Loader:
         names = self._names
         down = self._row_parallel(f"{name}.{names.down}", size, columns, bias or self._config.down_bias)
         together = None if names.gate_and_up is None else f"{name}.{names.gate_and_up}"
-        if together is not None and (self._is_stored(together) or not self._is_stored(f"{name}.{names.ups[0]}")):
+        if together is not None and (self._matrices.has(together) or not self._matrices.has(f"{name}.{names.ups[0]}")):
             return DenseMlp(self._gates_and_ups(together, size, columns), down)
         parts = [(f"{name}.{part}", size, columns) for part in names.ups]
         scales = self._on_device(mlp_scales(self._config, columns[1] - columns[0]))

@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_library(name: str, made: Made, recorded: list[T
     "name",
     [
         *("InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)", "BailingMoeV2ForCausalLM"),
-        "SolarForCausalLM",
+        *("SolarForCausalLM", "SarvamMLAForCausalLM", "MiniCPMForCausalLM (experts)"),
     ],
 )
 def test_batches_and_shared_prefixes(name: str, made: Made) -> None:
@@ -161,7 +161,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         ("ChatGLMModel", {"vision_config": {}}, "vision_config is not supported"),
         ("ChatGLMModel", {"rmsnorm": False}, r"Invalid enum value False - at `\$.rmsnorm`"),
         ("ChatGLMModel", {"kv_channels": 18}, "kv_channels 18: half of it has no pairs"),
-        ("MiniCPMForCausalLM", {"num_experts": 8}, "num_experts 8 is not supported; supported: 0"),
+        ("MiniCPMForCausalLM", {"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
+        ("SarvamMoEForCausalLM", {"moe_router_enable_expert_bias": False}, "Invalid enum value False"),
+        ("SarvamMLAForCausalLM", {"rope_scaling": None}, "rope_scaling is missing"),
+        ("SarvamMLAForCausalLM", {"score_function": "softmax"}, "Invalid enum value 'softmax'"),
+        ("SarvamMLAForCausalLM", {"moe_shared_expert_intermediate_size": 7}, "expert_intermediate_size 7 is not supp"),
+        ("TeleFLMForCausalLM", {"output_mult": 0}, "output_mult 0 is not supported: with use_mup"),
+        ("PanguEmbeddedForCausalLM", {"param_sink_number": 128}, "Invalid enum value 128"),
+        ("PanguEmbeddedForCausalLM", {"interleaved_sliding_window": 9}, "Expected `null`, got `int`"),
         ("MiniCPMForCausalLM", {"mixer_types": ["minicpm4"]}, r"mixer_types \['minicpm4'\] is not supported"),
         ("MiniCPMForCausalLM", {"dim_model_base": 0}, "dim_model_base 0.0 have to be positive"),
         ("ChatGLMModel", {"quantization_bit": 4}, r"Invalid enum value 4 - at `\$.quantization_bit`"),
@@ -262,6 +269,7 @@ def described(folder: Path, name: str, **keys: Any) -> ModelConfig:
     [
         *("InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)", "OrionForCausalLM"),
         *("BailingMoeV2ForCausalLM", "BailingMoeForCausalLM", "DeepseekForCausalLM", "SolarForCausalLM"),
+        *("SarvamMLAForCausalLM", "MiniCPMForCausalLM (experts)", "PanguEmbeddedForCausalLM", "TeleFLMForCausalLM"),
     ],
 )
 def test_two_ranks_and_two_stages_write_the_same(name: str, made: Made, two_ranks: RankProcesses) -> None:

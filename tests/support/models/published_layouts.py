@@ -277,6 +277,22 @@ LAYOUTS: dict[str, Layout] = {
         _EXAONE_NAMES,
     ),
     **MIXTURES,
+    "GritLM": Layout(plain(sliding_window=None), reference="MistralConfig", shape={"sliding_window": None}),
+    "TeleFLMForCausalLM": Layout(
+        plain(use_mup=True, input_mult=3.0, output_mult=0.5, mup_scale_factor=2.0),
+        reference="GraniteConfig",
+        shape={
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 4.0,
+            "attention_multiplier": DIM**-0.5,
+            "initializer_range": 0.3,
+        },
+    ),
+    "PanguEmbeddedForCausalLM": Layout(
+        {key: value for key, value in plain(bias=True).items() if key != "rope_theta"},
+        shape={"attention_bias": True, "rope_theta": 16e6},
+    ),
     "MiMoForCausalLM": Layout(plain(num_nextn_predict_layers=1, attention_bias=True), reference="Qwen2Config"),
     "SolarForCausalLM": Layout(
         plain(**SKIPS, bskcn_tv=[0.9, 0.8], sliding_window=POSITIONS, num_hidden_layers=6),

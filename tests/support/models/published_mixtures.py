@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tests.support.models.published_shapes import DIM, QKV, Layout, plain
+from tests.support.models.published_shapes import DIM, HEADS, HIDDEN, LAYERS, QKV, Layout, plain
 
 
 def _softmax_router(model: Any) -> None:
@@ -41,6 +41,30 @@ def _rope(part: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": part}}
 
 
+_SARVAM_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "routed_scaling_factor": 2.5,
+    **_ROUTED,
+}
+_YARN = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.0,
+}
+_MINICPM_NAMES = (
+    ("block_sparse_moe.router", "mlp.gate"),
+    ("block_sparse_moe", "mlp"),
+    ("gate_proj", "w1"),
+    ("up_proj", "w3"),
+    ("down_proj", "w2"),
+)
+
 MIXTURES: dict[str, Layout] = {
     "BailingMoeV2ForCausalLM": Layout(
         {
@@ -65,6 +89,55 @@ MIXTURES: dict[str, Layout] = {
         shape={**_GLM, **_ROUTED, **_rope(1.0), "use_qk_norm": False, "attention_bias": True},
         adapt=_softmax_router,
         dropped=("e_score_correction_bias",),
+    ),
+    "SarvamMoEForCausalLM": Layout(
+        {**_BAILING, **_GROUPS, "rope_theta": 8e6, "use_qk_norm": True, "use_qkv_bias": False, "num_shared_experts": 1},
+        _BAILING_NAMES,
+        {"attention.query_key_value": (QKV, 1)},
+        reference="Glm4MoeConfig",
+        shape={
+            **_GLM,
+            "n_shared_experts": 1,
+            **_ROUTED,
+            **_GROUPS,
+            "use_qk_norm": True,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 8e6, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "SarvamMLAForCausalLM": Layout(
+        {
+            **plain(**_SARVAM_LATENT),
+            "num_experts": 8,
+            "num_shared_experts": 1,
+            "head_dim": 40,
+            "q_head_dim": 24,
+            "use_qk_norm": True,
+            "rope_scaling": {**_YARN, "type": "deepseek_yarn"},
+        },
+        reference="SarvamMLAConfig",
+        shape={
+            **_SARVAM_LATENT,
+            "num_key_value_heads": HEADS,
+            "head_dim": 8,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "rope_parameters": {**_YARN, "rope_type": "yarn", "rope_theta": 10_000.0},
+        },
+    ),
+    "MiniCPMForCausalLM (experts)": Layout(
+        plain(scale_emb=12, scale_depth=1.4, dim_model_base=16, num_experts=4, num_experts_per_tok=2),
+        _MINICPM_NAMES,
+        reference="GraniteMoeConfig",
+        shape={
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 1.4 / LAYERS**0.5,
+            "logits_scaling": HIDDEN / 16,
+            "attention_multiplier": DIM**-0.5,
+            "initializer_range": 0.4,
+        },
     ),
     "DeepseekForCausalLM": Layout(
         plain(**{**_ROUTED, "norm_topk_prob": False}, n_routed_experts=8, n_shared_experts=2, moe_layer_freq=1),

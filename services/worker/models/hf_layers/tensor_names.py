@@ -123,7 +123,7 @@ PUBLISHED_NAMES = {
         down="c_proj",
     ),
     **dict.fromkeys(
-        ("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM"),
+        ("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "SarvamMoEForCausalLM"),
         TensorNames(
             embedding="model.word_embeddings",
             attention="attention",

@@ -40,6 +40,7 @@ class _Names(NamedTuple):
 _WEIGHT = ".weight"
 
 _QWEN = _Names("mlp", ("gate_proj", "up_proj"), "down_proj")
+_MINICPM = _Names("mlp", ("w1", "w3"), "w2")
 _MIXTRAL = _Names("block_sparse_moe", ("w1", "w3"), "w2")
 _GRANITE = _Names(
     *("block_sparse_moe", ("gate_proj", "up_proj"), "down_proj"),
@@ -70,6 +71,8 @@ def read_experts(
         return read_biased_experts(matrices, f"{layer}.mlp", mixture, hidden, columns, experts)
     others = (_MIXTRAL, _GRANITE, _GRANITE_TOGETHER, _LFM2, _JAMBA)
     names = next((each for each in others if f"{layer}.{each.block}.{each.router}" in tensors), _QWEN)
+    if names is _QWEN and matrices.has(f"{layer}.mlp.experts.0.w1"):
+        names = _MINICPM
     names = names if mixture.gated else _UNGATED
     block = f"{layer}.{names.block}"
     router = tensors.read(f"{block}.{names.router}", (mixture.experts, hidden)).to(matrices.device)

@@ -15,12 +15,12 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import LayerConfig, ModelError, SkipConnections
+from services.worker.models.config import LayerConfig, Mixture, ModelError, SkipConnections
 from services.worker.models.hf_layers.compressed import HY4
 from services.worker.models.published.hunyuan import hy4
 from services.worker.models.published.layout import Published
 from services.worker.models.published.minimax import MINIMAX_M3, minimax_m3
-from services.worker.models.published.mixtures import bailing, bailing_2, deepseek
+from services.worker.models.published.mixtures import all_mixing, bailing, bailing_2, deepseek, sarvam, sarvam_latent
 from services.worker.models.published.nas import NEMOTRON_NAS, nemotron_nas
 
 _Keys = Mapping[str, Any]
@@ -96,13 +96,15 @@ class _RawSparse(Struct):
     dense_len: int = 8192
 
 
-class _RawMiniCpm(Struct):
+class _RawMiniCpm(Struct, kw_only=True):
     hidden_size: int
     num_hidden_layers: int
     scale_emb: float = 1.0
     scale_depth: float = 1.0
     dim_model_base: float = 1.0
     num_experts: int = 0
+    num_experts_per_tok: int = 2
+    intermediate_size: int
     mixer_types: list[str] | None = None
     sparse_config: _RawSparse | None = None
     max_position_embeddings: int = 2048
@@ -113,8 +115,6 @@ def _minicpm(raw: _Keys) -> Published:
     """Sparse attention (InfLLM-V2) attends to everything up to `dense_len` tokens; how heads are rotated does not
     depend on that."""
     own = msgspec.convert(raw, _RawMiniCpm)
-    if own.num_experts:
-        raise ModelError(f"num_experts {own.num_experts} is not supported; supported: 0")
     if own.mixer_types is not None:
         raise ModelError(f"mixer_types {own.mixer_types} is not supported: all layers have to attend")
     if own.num_hidden_layers < 1 or own.dim_model_base <= 0:
@@ -129,15 +129,20 @@ def _minicpm(raw: _Keys) -> Published:
         "max_position_embeddings": own.max_position_embeddings,
         "tie_word_embeddings": own.tie_word_embeddings,
     }
-    return Published(
-        base,
-        {
-            "embedding_scale": own.scale_emb,
-            "residual_scale": own.scale_depth / math.sqrt(own.num_hidden_layers),
-            "logits_divisor": own.hidden_size / own.dim_model_base,
-        },
-        longest,
+    changes: dict[str, Any] = {
+        "embedding_scale": own.scale_emb,
+        "residual_scale": own.scale_depth / math.sqrt(own.num_hidden_layers),
+        "logits_divisor": own.hidden_size / own.dim_model_base,
+    }
+    if not own.num_experts:
+        return Published(base, changes, longest)
+    mixture = Mixture(
+        experts=own.num_experts,
+        chosen=own.num_experts_per_tok,
+        intermediate_size=own.intermediate_size,
+        renormalised=True,
     )
+    return all_mixing(base, mixture, own.num_hidden_layers, changes)._replace(longest=longest)
 
 
 class _RawChatGlm(Struct, kw_only=True):
@@ -325,6 +330,49 @@ def _mimo(raw: _Keys) -> Published:
     return Published(base, {"qkv_bias": True})
 
 
+def _gritlm(raw: _Keys) -> Published:
+    """A Mistral, which writes; as one that embeds it sees whole prompts, which is not served."""
+    return Published(dict(raw), {}, like="MistralForCausalLM")
+
+
+class _RawTeleFlm(Struct, kw_only=True):
+    use_mup: bool = False
+    input_mult: float = 1.0
+    output_mult: float = 1.0
+    mup_scale_factor: float = 1.0
+
+
+def _teleflm(raw: _Keys) -> Published:
+    """A Llama whose embeddings and logits are scaled (arXiv:2304.06875)."""
+    own = msgspec.convert(raw, _RawTeleFlm)
+    if not own.use_mup:
+        return Published(dict(raw), {})
+    for key in ("input_mult", "output_mult", "mup_scale_factor"):
+        if key not in raw or getattr(own, key) <= 0:
+            raise ModelError(f"{key} {raw.get(key)} is not supported: with use_mup it is a number above 0")
+    return Published(
+        dict(raw), {"embedding_scale": own.input_mult, "logits_divisor": own.mup_scale_factor / own.output_mult}
+    )
+
+
+class _RawPangu(Struct, kw_only=True):
+    bias: bool = True
+    qkv_bias: bool | None = None
+    rope_theta: float = 16_000_000.0
+    param_sink_number: Literal[0] = 0
+    interleaved_sliding_window: None = None
+    sliding_window: None = None
+
+
+def _pangu(raw: _Keys) -> Published:
+    """openPangu Embedded: `bias` is of all of attention."""
+    own = msgspec.convert(raw, _RawPangu)
+    base = {key: value for key, value in raw.items() if key not in ("bias", "qkv_bias", "mlp_bias", "attention_bias")}
+    theta = {} if raw.get("rope_parameters") is not None else {"rope_theta": own.rope_theta}
+    qkv = own.bias if own.qkv_bias is None else own.qkv_bias
+    return Published(base | theta, {"qkv_bias": qkv, "output_bias": own.bias})
+
+
 def _converted(raw: _Keys, kind: type[Any]) -> Any:
     """`raw` as a `kind`; keys that are `null` have their defaults. Raises msgspec.ValidationError."""
     return msgspec.convert({key: value for key, value in raw.items() if value is not None}, kind)
@@ -353,6 +401,11 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     "BailingMoeForCausalLM": bailing,
     "BailingMoeV2ForCausalLM": bailing_2,
     "DeepseekForCausalLM": deepseek,
+    "SarvamMoEForCausalLM": sarvam,
+    "SarvamMLAForCausalLM": sarvam_latent,
+    "GritLM": _gritlm,
+    "TeleFLMForCausalLM": _teleflm,
+    "PanguEmbeddedForCausalLM": _pangu,
     MINIMAX_M3: minimax_m3,
     HY4: hy4,
 }

@@ -1,5 +1,5 @@
 """Reads the `config.json` of mixtures of experts whose Python code comes with their checkpoints: Ling and Ring (Bailing
-MoE, 1 and 2), and the first DeepSeek-MoE (arXiv:2401.06066)."""
+MoE, 1 and 2), Sarvam's two, and the first DeepSeek-MoE (arXiv:2401.06066)."""
 
 from __future__ import annotations
 
@@ -109,6 +109,62 @@ def bailing_2(raw: _Keys) -> Published:
     return _bailing(raw, own, mixture, {"qk_norm": own.use_qk_norm, **rotation})
 
 
+_SARVAM = {"first_k_dense_replace": 1, "num_shared_experts": 1, "routed_scaling_factor": 2.5}
+"""What Sarvam's configurations may leave out."""
+
+
+def sarvam(raw: _Keys) -> Published:
+    """Sarvam 30B: a Ling 2.0 with other defaults. Raises ModelError, and msgspec.ValidationError."""
+    defaults = {**_SARVAM, "rope_theta": 8_000_000.0, "rms_norm_eps": 1e-6}
+    return bailing_2({**defaults, **raw, "num_shared_experts": _shared_of(raw)})
+
+
+class _RawSarvamLatent(_RawMixture, kw_only=True):
+    num_experts: int
+    q_lora_rank: int | None = None
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 2.5
+    norm_topk_prob: bool = True
+    score_function: Literal["sigmoid"] = "sigmoid"
+    moe_router_enable_expert_bias: Literal[True] = True
+    moe_shared_expert_intermediate_size: int | None = None
+    use_bias: Literal[False] = False
+    use_qkv_bias: Literal[False] = False
+
+
+def sarvam_latent(raw: _Keys) -> Published:
+    """Sarvam 105B: a DeepSeek-V3 whose keys have other names. Raises ModelError, and msgspec.ValidationError."""
+    own = _converted({**_SARVAM, **raw}, _RawSarvamLatent)
+    if own.moe_shared_expert_intermediate_size not in (None, own.moe_intermediate_size):
+        raise ModelError(
+            f"moe_shared_expert_intermediate_size {own.moe_shared_expert_intermediate_size} is not supported; "
+            f"moe_intermediate_size {own.moe_intermediate_size} is"
+        )
+    if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
+        raise ModelError("rope_scaling is missing: implementations differ in what it is then")
+    base = {key: value for key, value in raw.items() if key not in ("head_dim", "q_head_dim")}
+    base |= {
+        "n_routed_experts": own.num_experts,
+        "n_shared_experts": _shared_of(raw),
+        "first_k_dense_replace": own.first_k_dense_replace,
+        "n_group": own.n_group,
+        "topk_group": own.topk_group,
+        "routed_scaling_factor": own.routed_scaling_factor,
+        "norm_topk_prob": own.norm_topk_prob,
+        "q_lora_rank": own.q_lora_rank,
+    }
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(base.get(key), dict):
+            base[key] = {name: "yarn" if value == "deepseek_yarn" else value for name, value in base[key].items()}
+    return Published(base, {}, like="DeepseekV3ForCausalLM")
+
+
+def _shared_of(raw: _Keys) -> int:
+    shared = raw.get("num_shared_experts", 1)
+    return 0 if shared is None else msgspec.convert(shared, int)
+
+
 def _mixture_of(own: _RawBailing) -> Mixture:
     each = own.moe_shared_expert_intermediate_size or own.moe_intermediate_size
     return Mixture(
@@ -128,15 +184,25 @@ def _bailing(raw: _Keys, own: _RawBailing, mixture: Mixture, changes: dict[str, 
     return _published(kept, own, mixture, {"qkv_bias": own.use_qkv_bias, **changes})
 
 
+def all_mixing(base: dict[str, Any], mixture: Mixture, layers: int, changes: dict[str, Any]) -> Published:
+    """Each of so many layers has `mixture`. Raises ModelError for one that there cannot be."""
+    _check(mixture)
+    return Published(base, {"mixture": mixture, **changes}, arranged=partial(_layers, count=layers, dense=0))
+
+
 def _published(base: dict[str, Any], own: _RawMixture, mixture: Mixture, changes: dict[str, Any]) -> Published:
+    _check(mixture)
+    arranged = partial(_layers, count=own.num_hidden_layers, dense=own.first_k_dense_replace)
+    return Published(base, {"mixture": mixture, **changes}, arranged=arranged)
+
+
+def _check(mixture: Mixture) -> None:
     sizes = (mixture.experts, mixture.intermediate_size, mixture.shared_size or 1)
     if min(sizes) < 1 or not 1 <= mixture.chosen <= mixture.experts:
         raise ModelError(
             f"num_experts_per_tok {mixture.chosen} of {mixture.experts} experts of {mixture.intermediate_size} columns "
             f"beside shared ones of {mixture.shared_size}"
         )
-    arranged = partial(_layers, count=own.num_hidden_layers, dense=own.first_k_dense_replace)
-    return Published(base, {"mixture": mixture, **changes}, arranged=arranged)
 
 
 def _layers(layer: LayerConfig, count: int, dense: int) -> tuple[LayerConfig, ...]:

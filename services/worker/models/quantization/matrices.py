@@ -32,6 +32,10 @@ def padded(matrix: Matrix, outputs: int) -> Matrix:
     return matrix._replace(codes=filled(matrix.codes)).with_groups(filled)
 
 
+_STORED = ("weight", "qweight", "weight_packed")
+"""Of a module, as numbers or as codes, one of these is there."""
+
+
 class MatrixLoader:
     """Reads matrices, and packs them for operations."""
 
@@ -48,6 +52,10 @@ class MatrixLoader:
     def has_codes(self) -> bool:
         """Whether `read` may give codes."""
         return isinstance(self.checkpoint, QuantizedCheckpoint)
+
+    def has(self, module: str) -> bool:
+        """Whether the checkpoint has a matrix of `module`."""
+        return any(f"{module}.{each}" in self.checkpoint for each in _STORED)
 
     def read(
         self,
