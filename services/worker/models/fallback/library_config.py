@@ -35,6 +35,7 @@ NO_INTERFACE = "{} does not take its attention from transformers' attention inte
 _LENGTHS = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len", "seq_length")
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _BLOOM_POSITIONS = 2048
+_STEP = "Step3p5ForCausalLM"
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "eos_token_id", "dtype", "torch_dtype")
 """Keys on which keys and values of tokens do not depend, beside the dtype, which the digest of a layout has."""
 _TOWERS = (
@@ -74,6 +75,12 @@ def library_config(
     Raises ModelError where the library does not know the model, or knows it as none that we can serve."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        if _STEP in (config.architectures or ()):
+            # Which releases that do not know the configuration do not have either.
+            from services.worker.models.fallback.step import check_step, register_step
+
+            check_step(folder)
+            register_step()
         _refuse_unsupported(config, codes=codes)
         if any(each.endswith((SUFFIX, TOKEN_SUFFIX)) for each in config.architectures or ()):
             config.tie_word_embeddings = True  # what is never asked for its logits needs no further table
