@@ -18,6 +18,7 @@ from services.gateway.api.errors import (
     not_allowed,
     unsupported,
 )
+from services.gateway.api.fields.generation import check_processor_settings
 from services.gateway.api.generation import RequestLimits, check_token_ids, choose_model
 from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt, Decode, Encode, Prompt, TextPrompt, TokenPrompt
@@ -119,9 +120,9 @@ def read_tokenize(body: bytes, cards: list[ModelCard], limits: RequestLimits) ->
     fields = decode_body(body, _tokenize_decoder)
     card = choose_model(fields.model, cards)
     strings = bool(fields.return_token_strs)
-    for name in ("media_io_kwargs", "mm_processor_kwargs"):
-        if getattr(fields, name):
-            raise unsupported(name, "anything but text")
+    check_processor_settings(fields.mm_processor_kwargs)
+    if fields.media_io_kwargs:
+        raise unsupported("media_io_kwargs", "anything but text")
     if fields.messages is not None:
         return card, Encode(chat_prompt(fields.messages, fields, limits), strings)
     if fields.prompt is None:

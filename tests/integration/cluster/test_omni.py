@@ -82,6 +82,8 @@ async def _what_is_bad_is_refused(chats: Chats, stack: RunningStack) -> None:
         assert error.value.param == f"messages[0].content[{len(ALL)}].{where}"
     with pytest.raises(openai.BadRequestError, match="use_audio_in_video: sounds within videos are not heard"):
         await chats.ask(ALL, mm_processor_kwargs={"use_audio_in_video": True})
+    quiet = await chats.ask(ALL, mm_processor_kwargs={"use_audio_in_video": False})
+    assert quiet.choices[0].token_ids == (await chats.ask(ALL)).choices[0].token_ids
     with pytest.raises(openai.BadRequestError, match=r"show each of the 1 images and"):
         await chats.ask([image_part(IMAGE), text_part("<|IMAGE|>")])
     assert pids == {name: stack.pid(name) for name in pids}

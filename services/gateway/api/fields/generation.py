@@ -92,7 +92,6 @@ _UNSUPPORTED = {
     "guided_whitespace_pattern": "a pattern for white space",
     "logits_processors": "a logits processor of the client's (vllm_xargs asks for one of the engine's)",
     "media_io_kwargs": "how media are read",
-    "mm_processor_kwargs": "a setting of processors (use_audio_in_video: sounds within videos are not heard)",
     "moderation": "moderation",
     "repetition_detection": "an end by repetitions",
     "return_token_offsets": "where each token is in the prompt",
@@ -111,6 +110,7 @@ def check_common_fields(fields: CommonFields, prompts: int, max_choices: int, *,
         value = getattr(fields, name, None)
         if value is not None and name != unchecked and value not in allowed:
             raise not_allowed(name, value, f"it must be {allowed}")
+    check_processor_settings(fields.mm_processor_kwargs)
     for name, what in _UNSUPPORTED.items():
         if getattr(fields, name) not in _ABSENT:
             raise unsupported(name, what)
@@ -131,6 +131,16 @@ def check_common_fields(fields: CommonFields, prompts: int, max_choices: int, *,
         )
     if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= 256:
         raise invalid("cache_salt", "it must have 1 to 256 characters")
+
+
+def check_processor_settings(given: Any) -> None:
+    """Of `mm_processor_kwargs`, that nothing is asked for but what is done anyhow: sounds within videos are not heard.
+    Raises RequestError 400."""
+    settings = {"": given} if given and not isinstance(given, dict) else given or {}
+    for key, value in settings.items():
+        if key != "use_audio_in_video" or value not in (None, False):
+            what = "a setting of processors (use_audio_in_video: sounds within videos are not heard; false is allowed)"
+            raise unsupported("mm_processor_kwargs", what)
 
 
 def check_request_id(given: str | None) -> None:

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.gateway.api.errors import RequestError, invalid, not_allowed, unsupported
-from services.gateway.api.fields.generation import check_request_id
+from services.gateway.api.errors import RequestError, invalid, not_allowed
+from services.gateway.api.fields.generation import check_processor_settings, check_request_id
 from services.gateway.api.fields.ranges import RANGES
 from services.gateway.api.generation import (
     POOLING_ENDPOINTS,
@@ -190,8 +190,7 @@ def pooled_generation(
     if fields.priority is not None and fields.priority not in RANGES["priority"]:
         raise not_allowed("priority", fields.priority, f"it must be {RANGES['priority']}")
     check_request_id(fields.request_id)
-    if fields.mm_processor_kwargs:
-        raise unsupported("mm_processor_kwargs", "anything but text")
+    check_processor_settings(fields.mm_processor_kwargs)
     if fields.padding not in (None, "do_not_pad"):
         raise not_allowed("padding", fields.padding, "only 'do_not_pad' is")
     if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= 256:

@@ -64,6 +64,21 @@ def test_defaults_are_openais() -> None:
     assert completion().stopping.max_tokens == 16
 
 
+@pytest.mark.parametrize("settings", [None, {}, {"use_audio_in_video": False}, {"use_audio_in_video": None}])
+def test_settings_of_processors_that_ask_for_what_is_done_are_taken(settings: Any) -> None:
+    """Sounds within videos are not heard, which vLLM's clients may say."""
+    assert chat(mm_processor_kwargs=settings).prompts == chat().prompts
+    body = {"messages": [USER], "mm_processor_kwargs": settings}
+    assert read_tokenize(msgspec.json.encode(body), [CARD], RequestLimits())[0] == CARD
+
+
+@pytest.mark.parametrize("settings", [{"use_audio_in_video": True}, {"fps": 2}, {"use_audio_in_video": False, "a": 1}])
+def test_settings_of_processors_that_ask_for_more_are_refused(settings: Any) -> None:
+    error = refusal(chat, mm_processor_kwargs=settings)
+    assert error.param == "mm_processor_kwargs"
+    assert "use_audio_in_video: sounds within videos are not heard; false is allowed" in str(error)
+
+
 def test_null_means_the_default() -> None:
     names = ("temperature", "top_p", "n", "stop", "max_tokens", "seed", "logit_bias", "stream", "user", "tools")
     assert chat(**dict.fromkeys(names)) == chat()
