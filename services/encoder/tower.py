@@ -29,7 +29,9 @@ DTYPES: dict[EmbeddingDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_LANGUAGE_MODELS = ("language_model.", "text_model.")
+_LANGUAGE_MODELS = ("language_model.", "text_model.", "lm_head.")
+_LOADED_WHOLE = ("lighton_ocr",)
+"""By `model_type`, those of which the library finds no tensors but with their head."""
 _COUNT_FRAMES = ("glm4v", "glm4v_moe", "glm46v")
 """By `model_type`, those whose bounds are of all frames that a patch is deep, though an image is the same in each."""
 _SCALE = "_scale"
@@ -85,7 +87,7 @@ class ImageTower:
         self._max_rows = MAX_MEDIA_BYTES // (self.size * EMBEDDING_BYTES[self.dtype])
         self._merged: int = getattr(self._processor, "merge_size", 1)
         """Patches that a row is made of, on each side; of models whose images have one size 1."""
-        self._has_axes = hasattr(self._processor, "temporal_patch_size")
+        self._has_axes = hasattr(self._processor, "temporal_patch_size") and config.model_type != "lfm3_vl"
         """Whether positions of rows have three axes."""
         self._frames: FramePatches | SquareFrames | None
         self._frames = SquareFrames.of_model(self._folder, config, self._processor, self._max_rows)
@@ -243,7 +245,7 @@ def packed_rows(rows: Tensor, dtype: EmbeddingDtype, noun: str) -> bytes:
 def load_tower(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     """The model without its language model. Of a quantised checkpoint too, where the tower's own weights are numbers,
     as published ones have them: nothing of the library's quantizers is needed. Raises TowerUnusable."""
-    from transformers import AutoModel
+    from transformers import AutoModel, AutoModelForImageTextToText
 
     for part in (config, config.text_config):
         if hasattr(part, "quantization_config"):
@@ -253,10 +255,15 @@ def load_tower(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     config.text_config.pad_token_id = None
     if hasattr(config.text_config, "layer_types"):
         config.text_config.layer_types = []
-    needs: Callable[[str], bool] = lambda name: not name.startswith(_LANGUAGE_MODELS)  # noqa: E731 - one of four
-    model = load_part(AutoModel, folder, config, dtype, needs, "; --language-model-only serves it for texts")
+    models: Any = AutoModelForImageTextToText if config.model_type in _LOADED_WHOLE else AutoModel
+    model = load_part(models, folder, config, dtype, _is_of_the_tower, "; --language-model-only serves it for texts")
+    model = model.model if config.model_type in _LOADED_WHOLE else model
     setattr(model, "text_model" if hasattr(model, "text_model") else "language_model", None)
     return model.eval()
+
+
+def _is_of_the_tower(name: str) -> bool:
+    return not name.removeprefix("model.").startswith(_LANGUAGE_MODELS)
 
 
 def load_part(

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, Struct, field, structs
 
+from shared.models.processor_files import known_processor
+
 GEMMA = "Gemma3ForConditionalGeneration"
 QWEN2_AUDIO = "Qwen2AudioForConditionalGeneration"
 LLAVA, LLAVA_NEXT = "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"
@@ -15,6 +17,9 @@ LLAVA_ONEVISION = "LlavaOnevisionForConditionalGeneration"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
 GLM4V, GLM4V_MOE = "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"
 GLM46V = "Glm46VForConditionalGeneration"
+GLM_OCR, PADDLE_OCR = "GlmOcrForConditionalGeneration", "PaddleOCRVLForConditionalGeneration"
+LIGHTON_OCR, QIANFAN_OCR = "LightOnOcrForConditionalGeneration", "QianfanOCRForConditionalGeneration"
+MINICPM_V = "MiniCPMV4_6ForConditionalGeneration"
 LLAMA4 = "Llama4ForConditionalGeneration"
 GEMMA4 = "Gemma4ForConditionalGeneration"
 AYA_VISION = "AyaVisionForConditionalGeneration"
@@ -41,7 +46,7 @@ QWEN3_OMNI = ("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForCon
 QWEN_OMNI = (*QWEN2_5_OMNI, *QWEN3_OMNI)
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 MINIMAX_M3_VL, LFM3_VL = "MiniMaxM3SparseForConditionalGeneration", "Lfm3VlForConditionalGeneration"
-TEXT_ALONE = (MINIMAX_M3_VL, LFM3_VL)
+TEXT_ALONE = (MINIMAX_M3_VL,)
 """Of these the language model alone is served, which Baton's own code computes."""
 IMAGE_ARCHITECTURES = (
     GEMMA,
@@ -62,6 +67,12 @@ IMAGE_ARCHITECTURES = (
     *DEEPSEEK_VL,
     OVIS2,
     LFM2_VL,
+    LFM3_VL,
+    GLM_OCR,
+    PADDLE_OCR,
+    LIGHTON_OCR,
+    QIANFAN_OCR,
+    MINICPM_V,
     *QWEN_OMNI,
     QWEN2_AUDIO,
 )
@@ -80,6 +91,11 @@ _TOKENS = {
     **dict.fromkeys(DEEPSEEK_VL, 100_015),
     OVIS2: 151_665,
     LFM2_VL: 396,
+    LFM3_VL: 125_030,
+    GLM_OCR: 59_280,
+    PADDLE_OCR: 100_295,
+    LIGHTON_OCR: 151_655,
+    QIANFAN_OCR: 151_667,
     **dict.fromkeys(QWEN_OMNI, 151_655),
 }
 """Of an image, as `transformers` has it where a configuration does not say."""
@@ -95,6 +111,8 @@ class ImageModel(Struct, frozen=True):
     frame: tuple[int, int] | None = None
     """Where templates write another token in its place: that one, which stands before an image, and the one that stands
     behind it, each with an empty line on its outer side."""
+    numbered: str | None = None
+    """What is written for an image: its `number` in the chat, before its `rows`."""
     mutual: bool = False
     """Whether an image's tokens see each other."""
     by_library: bool = False
@@ -120,6 +138,10 @@ class _RawImageModel(Struct):
     audio_token_id: int | None = None
     audio_config: dict[str, Any] | None = None
     text_config: _RawLanguageModel = field(default_factory=_RawLanguageModel)
+
+
+class _RawNumbers(Struct):
+    use_image_id: bool = True
 
 
 class _RawArchitectureNames(Struct):
@@ -196,4 +218,9 @@ def read_image_model(folder: Path) -> ImageModel | None:
     if any(each in QWEN_OMNI for each in raw.architectures):
         assert token is not None, "one of them is the default"
         return ImageModel(token, sound=raw.audio_token_id or raw.audio_token_index)
-    return None if token is None else ImageModel(token, shown="<image>" if OVIS2 in raw.architectures else None)
+    if MINICPM_V in raw.architectures:
+        images = known_processor(folder, "image_processor", _RawNumbers) or _RawNumbers()
+        numbered = "<image_id>{number}</image_id>{rows}" if images.use_image_id else None
+        return None if token is None else ImageModel(token, numbered=numbered)
+    shown = "<image>" if any(each in raw.architectures for each in (OVIS2, QIANFAN_OCR)) else None
+    return None if token is None else ImageModel(token, shown=shown)

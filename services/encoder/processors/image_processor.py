@@ -16,7 +16,8 @@ from shared.models.image_models import ImageModel
 from shared.models.tokenizer_files import load_tokenizer
 
 _OF_TEXTS = frozenset(
-    ("num_crops", "num_patches", "rows", "cols", "aspect_ratios", "grids", "tile_grid", "num_soft_tokens_per_image")
+    {"num_crops", "num_patches", "num_patches_per_image", "num_soft_tokens_per_image", "rows", "cols"}
+    | {"aspect_ratios", "grids", "tile_grid"}
 )
 """What processors of images say for the text alone."""
 _COUNTED = "batch_num_images"
@@ -41,7 +42,7 @@ class ImageProcessor:
         of a model that bounds the longer side alone, beyond which it is scaled down; None: as many as the longer side
         allows. Raises ValueError where the tokenizer does not know what is written for images."""
         self._images, self._max_pixels = images, max_pixels
-        kind = TEXTS.get(config.vision_config.model_type, TEXTS.get(config.model_type))
+        kind = TEXTS.get(config.model_type, TEXTS.get(config.vision_config.model_type))
         self._text: ImageText | None = None
         self.heeds_others = _COUNTED in getattr(images, "model_input_names", ())
         """Whether an image is prepared otherwise where its chat has others."""

@@ -48,6 +48,21 @@ class PixtralText:
         return math.prod(-(-side * longest // max(size) // self._side) * self._side for side in size)
 
 
+class LightOnText(PixtralText):
+    """LightOnOCR's: rows alone, of whole squares; its file says of how many pixels an image's sides are multiples."""
+
+    def __init__(self, config: Any, name_of: NameOf) -> None:
+        super().__init__(config, name_of)
+        self.settings = {}
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`. Raises ValueError for an image without a whole square."""
+        count: int = math.prod(int(side) // self._side for side in made["image_sizes"][0])
+        if not count:
+            raise ValueError(f"each side has to have {self._side} pixels once it is scaled")
+        return count * token
+
+
 class IdeficsText:
     """Idefics3's and SmolVLM's: the rows of each tile behind its place, those of the whole image at the end."""
 
@@ -180,6 +195,24 @@ class LfmText:
         return f"<|image_start|>{whole}<|image_end|>"
 
 
+class MiniCpmText:
+    """MiniCPM-V's: the rows of the whole image, then those of each tile, line by line; its number in a chat, which
+    comes first, is the tokenizer's to write."""
+
+    settings: Mapping[str, Any] = {}
+
+    def __init__(self, config: Any, name_of: NameOf) -> None:
+        self._merged = 4 if config.downsample_mode == "4x" else 16
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        (lines, columns), counts = made["grids"][0], (made["target_sizes"].prod(-1) // self._merged).tolist()
+        whole, *tiles = (count * token for count in counts)
+        marked = [f"<slice>{rows}</slice>" for rows in tiles]
+        written = ("".join(marked[line * columns : (line + 1) * columns]) for line in range(lines))
+        return f"<image>{whole}</image>" + "\n".join(written)
+
+
 def _rows_of_a_tile(config: Any) -> int:
     tower = config.vision_config
     return int((tower.image_size // tower.patch_size // config.downsample_factor) ** 2)
@@ -187,6 +220,8 @@ def _rows_of_a_tile(config: Any) -> int:
 
 TEXTS: dict[str, Callable[[Any, NameOf], ImageText]] = {
     "pixtral": PixtralText,
+    "lighton_ocr": LightOnText,
+    "qianfan_ocr": InternText,
     "idefics3": IdeficsText,
     "smolvlm": IdeficsText,
     "internvl": InternText,
@@ -196,5 +231,6 @@ TEXTS: dict[str, Callable[[Any, NameOf], ImageText]] = {
     "cohere2_vision": CommandText,
     "ovis2": OvisText,
     "lfm2_vl": LfmText,
+    "minicpmv4_6": MiniCpmText,
 }
-"""By `model_type` of the tower, or of the model. Others have nothing but rows for an image."""
+"""By `model_type` of the model, or else of the tower. Others have nothing but rows for an image."""

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from services.tokenizer.core.chat_template import (
     IMAGE_END,
     IMAGE_MARK,
+    IMAGE_NUMBERED,
     IMAGE_ROW,
     IMAGE_TOKEN,
     SOUND_TOKEN,
@@ -34,6 +35,7 @@ class ChatParts:
         """`special_tokens`: see `IMAGE_TOKENS`, `VIDEO_TOKENS` and `SOUND_TOKEN`."""
         self._image, self._image_end = special_tokens.get(IMAGE_TOKEN, ""), special_tokens.get(IMAGE_END, "")
         self._mark, self._image_row = special_tokens.get(IMAGE_MARK), special_tokens.get(IMAGE_ROW, self._image)
+        self._numbered = special_tokens.get(IMAGE_NUMBERED, "{rows}")
         self._sound = special_tokens.get(SOUND_TOKEN, "")
         self._shown = "images" if SOUND_TOKEN in special_tokens else "images or sounds"
         self._video = special_tokens.get(VIDEO_TOKEN, "")
@@ -42,7 +44,7 @@ class ChatParts:
 
     def tokens(self, chat: ChatPrompt) -> list[str]:
         """Those that stand for rows of a chat's images, videos and sounds."""
-        kinds = ((self._image, chat.images), (self._row, chat.videos), (self._sound, chat.sounds))
+        kinds = ((self._image_row, chat.images), (self._row, chat.videos), (self._sound, chat.sounds))
         return [token for token, parts in kinds if parts]
 
     def token_of(self, chat: ChatPrompt, part: int) -> str:
@@ -55,7 +57,7 @@ class ChatParts:
         """A rendered chat with a token for each run of rows, and which part each is of: images, videos and sounds in
         their own order, as a template does not tell one from the other. Raises PromptRefused where it does not show
         each once."""
-        images, videos, sounds = iter(chat.images), iter(chat.videos), iter(chat.sounds)
+        images, videos, sounds = enumerate(chat.images), iter(chat.videos), iter(chat.sounds)
         order: list[int] = []
 
         def stands_for(found: re.Match[str]) -> str:
@@ -63,8 +65,11 @@ class ChatParts:
                 order.append(int(found["number"]))
                 return PLACEHOLDER
             if found.lastgroup == "image":
-                order.append(next(images, -1))
-                return found[0] if self._mark is None else f"\n\n{self._mark}{self._image}{self._image_end}\n\n"
+                number, part = next(images, (0, -1))
+                order.append(part)
+                # what templates write may be no token, as Qianfan-OCR's <image>
+                row = self._numbered.format(number=number, rows=self._image_row)
+                return row if self._mark is None else f"\n\n{self._mark}{row}{self._image_end}\n\n"
             if found.lastgroup == "sound":
                 order.append(next(sounds, -1))
                 return found[0]
@@ -137,7 +142,8 @@ class ChatParts:
     def _not_shown(self, chat: ChatPrompt) -> PromptRefused:
         named = ((self._shown, chat.images), ("videos", chat.videos), ("sounds", chat.sounds))
         kinds = [name for name, given in named if given]
-        stands = " or ".join([*self.tokens(chat), PLACEHOLDER])
+        shown = [self._image] if chat.images else []
+        stands = " or ".join(dict.fromkeys([*shown, *self.tokens(chat), PLACEHOLDER]))
         parts = len(chat.embeds) - sum(len(video.parts) - 1 for video in chat.videos)
         return PromptRefused(
             "messages",

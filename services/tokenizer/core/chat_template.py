@@ -36,6 +36,8 @@ IMAGE_TOKENS = (IMAGE_ROW, IMAGE_MARK, IMAGE_END) = ("image_row", "image_mark", 
 Where its templates write a mark for each image, that stands before the image then, and the end behind it."""
 IMAGE_TOKEN = "image_token"
 """The same of what stands for a whole image, until it has rows."""
+IMAGE_NUMBERED = "image_numbered"
+"""Under this name what is written for an image, as in `ImageModel.numbered`."""
 SOUND_TOKEN = "sound_token"
 """The same of a sound's."""
 VIDEO_TOKENS = (VIDEO_TOKEN, VIDEO_ROW, VIDEO_START, VIDEO_END) = (

@@ -104,6 +104,7 @@ _FAMILIES = {
     "DeepseekV32ForCausalLM": _Family(),
     "GlmMoeDsaForCausalLM": _Family(eps=1e-5),
     "Glm4vForCausalLM": _Family(qkv_bias=True, output_bias=False, eps=1e-5, post_norms=True, part_rotates="pairs"),
+    "GlmOcrForCausalLM": _Family(qkv_bias=False, output_bias=False, eps=1e-5, post_norms=True, part_rotates="pairs"),
     "Glm4vMoeForCausalLM": _Family(output_bias=False, eps=1e-5, attention_bias=True, part_rotates="halves"),
 }
 

@@ -333,13 +333,19 @@ async def ask_at(stack: RunningStack, message: dict[str, Any]) -> Any:
         (make_llama4_model, 2, "<|image|>"),
         (make_gemma4_model, 1, "<|image|>"),
         (IMAGE_KINDS["command"], 2, "<|IMG_PATCH|>"),
+        (IMAGE_KINDS["glm-ocr"], 2, "<|image|>"),
+        (IMAGE_KINDS["paddle-ocr"], 2, "<|IMAGE_PLACEHOLDER|>"),
+        (IMAGE_KINDS["lighton-ocr"], 2, "<|image_pad|>"),
+        (IMAGE_KINDS["qianfan-ocr"], 2, "<IMG_CONTEXT>"),
+        (IMAGE_KINDS["minicpm"], 1, "<|image_pad|>"),
+        (IMAGE_KINDS["lfm3"], 1, "<|image_pad|>"),
     ],
 )
-async def test_images_before_the_librarys_language_model_are_handed_over(
+async def test_images_of_further_kinds_are_handed_over(
     tmp_path: Path, make: Callable[[Path], ImageModel], ranks: int, written: str
 ) -> None:
-    """Llama 4's and Command A Vision's, in tiles, decoded by two ranks; Gemma 4's, decoded by one; and files that are
-    none."""
+    """Llama 4's, Command A Vision's and those of models that read documents, decoded by two ranks; Gemma 4's,
+    MiniCPM-V's and LFM3-VL's, decoded by one; and files that are none."""
     model, settings = make(tmp_path / "model"), ["coordinator.disaggregate_tokens=16"]
     flat, tall = picture(0, (150, 40)), picture(1, (60, 300))
     chats = [user(flat, "Compare it with", tall), user(tall, "What?"), {"role": "user", "content": "A question."}]

@@ -10,23 +10,42 @@ import torch
 
 from services.encoder.image_process import DecodedImage, DecodingRequest, decode_image
 from services.encoder.tower import ImageTower
+from shared.models.image_models import read_image_model
 from tests.integration.worker.test_images import check_images_before_states, check_logits, check_written_images
 from tests.integration.worker.test_nested_models import as_published
 from tests.support.models.image_kinds import IMAGE_KINDS
 from tests.support.models.tiny_images import picture
 from tests.support.models.tiny_kimi_vision import MOST, MOST_OF_A_SIDE, PATCH
+from tests.support.models.tiny_minicpm_v import make_minicpm_model
 from tests.support.models.tiny_models import TinyModel
 from tests.support.worker.image_chats import ImageChat
 
+BEFORE_STATES = ("lfm2", "lfm3", "minicpm")
+"""Whose language model has states."""
+
 
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "speculative")
-@pytest.mark.parametrize("kind", IMAGE_KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.extras if kind.endswith("-ocr") else ()) for kind in IMAGE_KINDS],
+)
 def test_greedy_text_and_logits_are_the_librarys(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several images in a prompt, cut within one, beside texts, preempted, with drafts, behind a shared prefix."""
     model = IMAGE_KINDS[kind](tmp_path)
-    check = check_images_before_states if kind == "lfm2" else check_written_images
-    check(model, "native")
+    if kind in BEFORE_STATES:
+        check_images_before_states(model, "native")
+    else:
+        check_written_images(model, "native", 32 if kind in ("glm-ocr", "paddle-ocr") else 48)
     check_logits(model, ImageChat("What is ", picture(0, (150, 40)), " here?"), monkeypatch)
+
+
+def test_images_of_minicpm_may_have_no_numbers(tmp_path: Path) -> None:
+    """As its file says, which counts for tokenizers."""
+    for said, numbered in ((True, "<image_id>{number}</image_id>{rows}"), (False, None)):
+        make_minicpm_model(tmp_path, use_image_id=said)
+        images = read_image_model(tmp_path)
+        assert images is not None
+        assert images.numbered == numbered
 
 
 def test_the_tower_of_kimi_as_it_is_published(tmp_path: Path) -> None:

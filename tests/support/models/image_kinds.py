@@ -9,7 +9,9 @@ from tests.support.models.tiny_cohere_vision import make_cohere_model
 from tests.support.models.tiny_deepseek_vl import make_deepseek_model
 from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_kimi_vision import make_kimi_model
-from tests.support.models.tiny_lfm_vl import make_lfm_model
+from tests.support.models.tiny_lfm_vl import make_lfm3_model, make_lfm_model
+from tests.support.models.tiny_minicpm_v import make_minicpm_model
+from tests.support.models.tiny_ocr import make_ocr_model
 from tests.support.models.tiny_ovis import make_ovis_model
 
 IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
@@ -20,4 +22,7 @@ IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
     "deepseek-hybrid": partial(make_deepseek_model, hybrid=True, seed=2),
     "ovis2": make_ovis_model,
     "lfm2": make_lfm_model,
+    "lfm3": make_lfm3_model,
+    "minicpm": make_minicpm_model,
+    **{kind: partial(make_ocr_model, kind=kind) for kind in ("glm-ocr", "paddle-ocr", "lighton-ocr", "qianfan-ocr")},
 }

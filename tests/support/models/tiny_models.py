@@ -119,7 +119,7 @@ _MAMBA: dict[str, Any] = {
     "mamba_chunk_size": 16,
 }
 
-_DELTA: dict[str, Any] = {
+DELTA: dict[str, Any] = {
     "linear_num_value_heads": 6,
     "linear_num_key_heads": 3,
     "linear_value_head_dim": 10,
@@ -277,19 +277,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.7,
         },
     ),
-    "qwen3-next": ("Qwen3NextConfig", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
-    "qwen3.5": ("Qwen3_5TextConfig", _DELTA),
-    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3-next": ("Qwen3NextConfig", {**DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3.5": ("Qwen3_5TextConfig", DELTA),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
     "olmo-hybrid": (
         "OlmoHybridConfig",
-        {key: value for key, value in _DELTA.items() if key != "partial_rotary_factor"}
+        {key: value for key, value in DELTA.items() if key != "partial_rotary_factor"}
         | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},  # as the published model has it
     ),
     "kimi-linear": (
         "KimiLinearConfig",
         {key: value for key, value in _LATENT.items() if key not in _NOT_KIMIS}
         | {"num_local_experts": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5}
-        | {"linear_num_heads": 6, "linear_head_dim": 10, "layer_types": _DELTA["layer_types"]},
+        | {"linear_num_heads": 6, "linear_head_dim": 10, "layer_types": DELTA["layer_types"]},
     ),
     "ling-3": (
         "BailingHybridConfig",

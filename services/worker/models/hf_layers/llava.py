@@ -13,10 +13,13 @@ from shared.models.image_models import (
     KIMI_K2_5,
     LFM2_VL,
     LFM3_VL,
+    LIGHTON_OCR,
     LLAVA_ONEVISION,
+    MINICPM_V,
     MINIMAX_M3_VL,
     MISTRAL3,
     OVIS2,
+    QIANFAN_OCR,
 )
 
 LANGUAGE_MODELS = {
@@ -31,6 +34,9 @@ _OWN_MODELS = {
     MISTRAL3: {"mistral": "MistralForCausalLM"},
     LLAVA_ONEVISION: {"qwen2": "Qwen2ForCausalLM"},
     OVIS2: {"qwen2": "Qwen2ForCausalLM"},
+    MINICPM_V: {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    LIGHTON_OCR: {"qwen3": "Qwen3ForCausalLM"},
+    QIANFAN_OCR: {"qwen3": "Qwen3ForCausalLM"},
     **{each: {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"} for each in KIMI_K2_5},
     MINIMAX_M3_VL: {"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
     LFM3_VL: {"lfm3": "Lfm3ForCausalLM"},
@@ -126,11 +132,12 @@ _NAMES = (
     ("thinker.model.", "model."),
     ("thinker.lm_head.", "lm_head."),
     ("language_model.model.blocks.", "model.layers."),
+    ("language_model.model.encoder.layers.", "model.layers."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
 )
 """As releases of `transformers` before 4.52, and those since, call them; three are Qwen-Omni's, the last one is
-Idefics3's and SmolVLM's. The fourth is what the fifth release writes of Kimi K2.5, whose published files have `layers`
-there."""
+Idefics3's and SmolVLM's. The fourth and the fifth are what the fifth release writes of Kimi K2.5 and Qianfan-OCR, whose
+published files have `layers` there."""

@@ -1,5 +1,5 @@
 """What configurations say of the language model within one whose images have positions of three axes: Qwen2-VL,
-Qwen2.5-VL, Qwen2.5-Omni, Qwen3-Omni, Qwen3-VL, GLM-4.1V, GLM-4.5V and GLM-4.6V. No torch."""
+Qwen2.5-VL, Qwen2.5-Omni, Qwen3-Omni, Qwen3-VL, GLM-4.1V, GLM-4.5V, GLM-4.6V, GLM-OCR and PaddleOCR-VL. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from services.worker.models.hf_layers.tied_heads import TIED, HasHead, tied_head, without_tensors
-from shared.models.image_models import GLM4V, GLM4V_MOE, GLM46V, QWEN2_5_OMNI, QWEN3_OMNI
+from shared.models.image_models import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR, PADDLE_OCR, QWEN2_5_OMNI, QWEN3_OMNI
 
 _QWEN2: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
 _QWEN3: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 500_000.0}
@@ -41,6 +41,28 @@ _OMNI3: dict[str, Any] = {
 }
 """Qwen-Omni's have sizes, too, where nothing is said."""
 _GLM: dict[str, Any] = {"rms_norm_eps": 1e-5}
+_GLM_OCR: dict[str, Any] = {
+    "vocab_size": 59_392,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+}
+_ERNIE: dict[str, Any] = {
+    "vocab_size": 103_424,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+}
 _SECTIONS: dict[str, Any] = {"mrope_section": [16, 24, 24], "mrope_interleaved": False}
 _INTERLEAVED: dict[str, Any] = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
 _GLM_SECTIONS: dict[str, Any] = {"mrope_section": [8, 12, 12], "mrope_interleaved": False}
@@ -54,6 +76,8 @@ LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Qwen3VLMoeForConditionalGeneration": ("Qwen3VLMoeForCausalLM", _QWEN3, _INTERLEAVED),
     GLM4V: ("Glm4vForCausalLM", _GLM, _GLM_SECTIONS),
     GLM46V: ("Glm4vForCausalLM", _GLM, _GLM_SECTIONS),
+    GLM_OCR: ("GlmOcrForCausalLM", _GLM_OCR, _GLM_SECTIONS),
+    PADDLE_OCR: ("LlamaForCausalLM", _ERNIE, _SECTIONS),
     GLM4V_MOE: ("Glm4vMoeForCausalLM", _GLM, {**_GLM_SECTIONS, "partial_rotary_factor": 0.5}),
 }
 """The language model's architecture, what `transformers` takes where nothing is said, and its rotation, by the
@@ -87,6 +111,8 @@ def multi_axis_language_model(text: bytes, architecture: str, has_head: HasHead 
     alone, defaults, sections = LANGUAGE_MODELS[architecture]
     given = {key: whole[key] for key in _OF_THE_WHOLE if whole.get(key) is not None}
     read = {**defaults, **given, **{key: value for key, value in own.items() if value is not None}}
+    if (biased := read.get("use_bias")) is not None:
+        read |= {"attention_bias": biased, "mlp_bias": biased}
     if (tied := tied_head(text, architecture, has_head)) is not None:
         read[TIED] = tied
     key = next((each for each in ("rope_scaling", "rope_parameters") if read.get(each)), "rope_parameters")

@@ -145,8 +145,13 @@ _NAMES = {
         TensorNames(mlp_norm="pre_ff_layernorm", mlp="feed_forward", final_norm="model.final_layernorm.weight"),
     ),
     **dict.fromkeys(("Gemma2ForCausalLM", "Gemma3ForCausalLM"), TensorNames(mlp_norm="pre_feedforward_layernorm")),
-    "Glm4vForCausalLM": TensorNames(
-        attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm", gate_and_up="gate_up_proj"
+    **dict.fromkeys(
+        ("Glm4vForCausalLM", "GlmOcrForCausalLM"),
+        TensorNames(
+            attention_post_norm="post_self_attn_layernorm",
+            mlp_post_norm="post_mlp_layernorm",
+            gate_and_up="gate_up_proj",
+        ),
     ),
     GRANITE: TensorNames(mlp="shared_mlp", gate_and_up="input_linear", down="output_linear"),
     **dict.fromkeys(DELTA_ARCHITECTURES, TensorNames(mixer="linear_attn")),

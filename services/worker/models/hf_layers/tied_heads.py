@@ -8,12 +8,25 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from shared.models.image_models import DEEPSEEK_VL, GEMMA, KIMI_K2_5, LFM2_VL, LFM3_VL, MISTRAL3, OVIS2
+from shared.models.image_models import (
+    DEEPSEEK_VL,
+    GEMMA,
+    KIMI_K2_5,
+    LFM2_VL,
+    LFM3_VL,
+    LIGHTON_OCR,
+    MISTRAL3,
+    OVIS2,
+    PADDLE_OCR,
+)
 
 TIED = "tie_word_embeddings"
 _LFM2 = "tie_embedding"
 """Another name of it, of LFM2, which comes first."""
-_BY_DEFAULT = (GEMMA, MISTRAL3, "InternVLForConditionalGeneration", *KIMI_K2_5, LFM2_VL, LFM3_VL, *DEEPSEEK_VL, OVIS2)
+_BY_DEFAULT = (
+    *(GEMMA, MISTRAL3, "InternVLForConditionalGeneration", *KIMI_K2_5, LFM2_VL, LFM3_VL, *DEEPSEEK_VL, OVIS2),
+    *(LIGHTON_OCR, PADDLE_OCR),
+)
 """Those whose head is the embedding where nothing is said of the whole."""
 
 HEADLESS = {

@@ -13,6 +13,8 @@ from transformers import (
     Glm4vConfig,
     Glm4vMoeConfig,
     Glm46VConfig,
+    GlmOcrConfig,
+    PaddleOCRVLConfig,
     Qwen2_5OmniThinkerConfig,
     Qwen2VLConfig,
     Qwen3OmniMoeThinkerConfig,
@@ -195,6 +197,48 @@ def test_glm_with_experts_is_the_librarys_where_nothing_is_said(tmp_path: Path) 
     for key in _LEFT_OUT:
         del said["text_config"][key]
     assert read(tmp_path, said) == whole
+
+
+PADDLE: dict[str, Any] = {
+    "architectures": ["PaddleOCRVLForConditionalGeneration"],
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "image_token_id": 100295,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 131072,
+    "model_type": "paddleocr_vl",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "vision_config": {"hidden_size": 1152, "spatial_merge_size": 2},
+    "vocab_size": 103424,
+}
+"""PaddleOCR-VL 0.9B's, with its language model beside the tower."""
+
+
+def test_models_that_read_documents_are_the_librarys_where_nothing_is_said(tmp_path: Path) -> None:
+    """Their sizes, too; and whether what PaddleOCR-VL multiplies by has biases."""
+    config = read(tmp_path, PADDLE)
+    assert (config.architecture, config.head_dim, config.num_kv_heads) == ("LlamaForCausalLM", 128, 2)
+    assert (config.rope_axes, config.tied_embeddings) == ((0,) * 16 + (1,) * 24 + (2,) * 24, False)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, False)
+    biased = read(tmp_path, PADDLE | {"use_bias": True})
+    assert (biased.qkv_bias, biased.output_bias, biased.mlp_bias) == (True, True, True)
+    for kind, name in ((PaddleOCRVLConfig, "PaddleOCRVL"), (GlmOcrConfig, "GlmOcr")):
+        theirs: Any = kind()
+        theirs.architectures = [f"{name}ForConditionalGeneration"]
+        said = json.loads(theirs.to_json_string())
+        whole = read(tmp_path, said)
+        assert (whole.hidden_size, whole.num_layers) == (1024, theirs.text_config.num_hidden_layers)
+        assert whole.layers[0].rope == PlainRope(theirs.text_config.rope_parameters["rope_theta"])
+        said["text_config"] = {"model_type": said["text_config"]["model_type"]}
+        assert read(tmp_path, said | {"dtype": "float32", "eos_token_id": list(whole.eos_token_ids)}) == whole
 
 
 @pytest.mark.parametrize("tied", [False, True])
