@@ -295,7 +295,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "BailingHybridConfig",
         {key: value for key, value in _LATENT.items() if key != "n_routed_experts"}
         | {"num_local_experts": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "pad_token_id": None}
-        | {"head_dim": 10, "layer_types": _DELTA["layer_types"]},
+        | {"head_dim": 10, "layer_types": DELTA["layer_types"]},
     ),
     "minimax": (
         "MiniMaxConfig",
