@@ -156,6 +156,10 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     following: tuple[FollowingBlock, ...] = ()
     """What comes behind attention in the place of an MLP, in this order (Nemotron-NAS)."""
     skips: SkipConnections | None = None
+    loop: int | None = None
+    """How often rows have gone through the checkpoint's layers before, where they do so several times (Ouro)."""
+    begins_loop: bool = False
+    """What comes in is normed first, by the norm behind all layers, and goes on so."""
     kv_heads: int | None = None
     """Key/value heads of the checkpoint, where each is cached several times; None: as many as the model's."""
 
@@ -190,6 +194,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Attention and MLP outputs are normed before they join the residual (Gemma)."""
     norm_offset: bool
     """Norm weights are stored as their difference from 1 (Gemma)."""
+    post_norm_offsets: tuple[float, float] | None = None
+    """What those behind attention, and behind MLPs, are stored as their difference from (PLaMo 3); None: as others."""
     embedding_scale: float | None
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
@@ -289,7 +295,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self._in_layers(self.layers, experts, once=False) + self.vocab_size * self.hidden_size
 
     def layer_parameters(self, layers: Sequence[LayerConfig]) -> int:
-        """Weights of the matrices of some of the model's layers."""
+        """Weights of the matrices of some of the model's layers; what several loops go through counts once."""
+        own = [each.blocks for each in layers]
+        layers = [each for at, each in enumerate(layers) if each.loop is None or each.blocks not in own[:at]]
         return self._in_layers(layers, None if self.mixture is None else self.mixture.experts)
 
     @property

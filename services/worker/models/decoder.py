@@ -159,8 +159,8 @@ class Decoder:
             raise ModelError(f"the package of this model, {self._config.plugin}, computes its hidden states by itself")
         if self._config.residual_normed:
             raise ModelError("layers of this model pass normed rows on: what goes into a layer is not kept")
-        if any(layer.following for layer in self._config.layers):
-            raise ModelError("layers of this model are several blocks each: a drafter's layer_ids count these")
+        if any(layer.following or layer.loop is not None for layer in self._config.layers):
+            raise ModelError("layers of this model are several blocks each or loops: a drafter's layer_ids count these")
         self._taps = layers
         if self._native is not None:
             self._native.use_taps(layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from services.worker.models.quantization.matrices import (
 from services.worker.models.residual.skips import check_skips
 from services.worker.models.rope import Rope, cos_sin_table, partly_rotated, partly_rotating
 from services.worker.models.sharding import LayerShard, PipelineStage, columns_of, shard_of, stage_of
-from services.worker.models.shared_blocks.depths import DepthLoader, home_of
+from services.worker.models.shared_blocks.depths import DepthLoader, home_of, with_own_matrices
 from services.worker.models.states.gated_attention import read_gated_inputs, read_head_gates
 from services.worker.models.states.layer_mixers import read_state_mixer
 from services.worker.models.states.multipliers import Scales, mixer_scales, mlp_scales
@@ -197,11 +198,16 @@ class _Loader:
     def layer(self, index: int, layer: LayerConfig) -> LayerWeights:
         config, shared = self._config, self._config.shared
         name, mlp = (f"{self._names.layers}.{number}" for number in layer.blocks or (index, index))
-        if shared is None or layer.depth is None:
+        if layer.loop is None and (shared is None or layer.depth is None):
             return self._whole_layer(index, layer, f"{name}.{layer.part}" if layer.part else name, mlp)
-        home = home_of(self._checkpoint, config, shared.block_of(layer.depth))
+        home = name
+        if shared is not None and layer.depth is not None:
+            home = home_of(self._checkpoint, config, shared.block_of(layer.depth))
         if home not in self._blocks:
             self._blocks[home] = self._whole_layer(index, layer, home, home)
+        if shared is None or layer.depth is None:
+            entry = self._norm(self._names.final_norm) if layer.begins_loop else None
+            return replace(with_own_matrices(self._blocks[home]), entry_norm=entry)
         depths = DepthLoader(self._matrices, config, self._share, shared)
         return depths.at_depth(self._blocks[home], name, home, layer.depth)
 
@@ -218,10 +224,10 @@ class _Loader:
             q_norm=mixer.q_norm,
             k_norm=mixer.k_norm,
             output=mixer.output,
-            attention_post_norm=self._norm(f"{name}.{names.attention_post_norm}.weight") if behind else None,
+            attention_post_norm=self._post_norm(f"{name}.{names.attention_post_norm}.weight", 0) if behind else None,
             mlp_norm=self._norm(f"{mlp}.{names.mlp_norm}.weight") if has_mlp and before else None,
             mlp=self._mixture(mlp, index) if layer.mixes else self._mlp(self._mlp_block(mlp)) if has_mlp else None,
-            mlp_post_norm=self._norm(f"{name}.{names.mlp_post_norm}.weight") if behind else None,
+            mlp_post_norm=self._post_norm(f"{name}.{names.mlp_post_norm}.weight", 1) if behind else None,
             cos_sin=mixer.cos_sin,
             window=layer.window if layer.window is not None and layer.window < self._max_model_len else None,
             latent=mixer.latent,
@@ -453,6 +459,11 @@ class _Loader:
             bias = self._checkpoint.read(f"{stored.removesuffix('weight')}bias", (self._config.hidden_size,))
             weight = torch.stack((weight, bias.float()))
         return (weight + 1.0 if self._config.norm_offset else weight).to(self._device)
+
+    def _post_norm(self, name: str, place: int) -> Tensor:
+        """Behind attention (0), or behind an MLP (1)."""
+        weight, offsets = self._norm(name), self._config.post_norm_offsets
+        return weight if offsets is None else weight + (offsets[place] - 1.0)
 
     def _table(self, rope: Rope) -> Tensor:
         if rope not in self._tables:

@@ -63,6 +63,7 @@ from services.worker.models.pooling.classification import (
 )
 from services.worker.models.pooling.step_pooling import read_token_rows
 from services.worker.models.published.names import library_names
+from services.worker.models.published.transposed import TransposedCheckpoint, has_transposed
 from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.quantization.method import QuantizationMethod
 from services.worker.models.quantization.quantized_checkpoint import QuantizedCheckpoint
@@ -167,7 +168,7 @@ def _decoder(
 
         def load() -> DecoderWeights:
             check_fits()
-            if isinstance(tensors, Checkpoint | QuantizedCheckpoint):
+            if isinstance(tensors, Checkpoint | QuantizedCheckpoint | TransposedCheckpoint):
                 load_weights(tensors.headers(), config, share, TorchOps(NOWHERE, dtype), NOWHERE, max_model_len, stage)
             return load_weights(
                 *(tensors, config, share, ops, settings.device, max_model_len, stage),
@@ -339,6 +340,8 @@ def _tensors(
     ) as checkpoint:
         if plugin is not None:
             yield plugin.tensors(checkpoint)
+        elif method is None and has_transposed(config.architecture):
+            yield TransposedCheckpoint(checkpoint, config.architecture)
         else:
             yield checkpoint if method is None else QuantizedCheckpoint(checkpoint, method, dtype)
 

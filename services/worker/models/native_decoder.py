@@ -297,9 +297,9 @@ def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | Eagle3Inputs | None = None
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for a share of the experts,
-    attention and mixers that the library does not know, sparse attention, gates of elements of latent
-    attention, drafters' layers with that, post norms among multipliers, layers that norm what they give alone, layer
-    norms, shared blocks, and rows that skip layers.
+    attention and mixers that the library does not know, sparse attention, gates of elements of latent attention,
+    drafters' layers with that, post norms among multipliers, layers that norm what they give alone, layer norms, shared
+    blocks, rows that skip layers or go through them again.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps):
@@ -314,7 +314,7 @@ def native_decoder(
         return None
     if config.layer_norms or config.shared is not None or any(each.norms_outputs for each in config.layers):
         return None
-    if any(layer.skips is not None for layer in weights.layers):
+    if any(layer.skips is not None or layer.entry_norm is not None for layer in weights.layers):
         return None
     mixtures = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MixtureMlp)]
     if any(each.experts.local is not None for each in mixtures):

@@ -292,6 +292,8 @@ class LayerWeights:
     """Hyper-connections: those around attention, and those around the MLP."""
     skips: SkipConnections | None = None
     """See `LayerConfig`."""
+    entry_norm: Tensor | None = None
+    """What the rows are normed by before the layer reads them and adds to them."""
     following: tuple[FollowingWeights, ...] = ()
     """What comes behind attention, and the MLP if there is one."""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from services.scheduler.core.limits import EngineLimits
 from services.worker.models.checkpoint import CPU, open_checkpoint
 from services.worker.models.config import ModelConfig, ModelError
+from services.worker.models.decoder import Decoder
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.loading import load_weights
 from services.worker.models.lora.slots import LoraSettings
@@ -63,6 +64,7 @@ def test_logits_are_those_of_the_library(name: str, made: Made, recorded: list[T
     [
         *("InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)", "BailingMoeV2ForCausalLM"),
         *("SolarForCausalLM", "SarvamMLAForCausalLM", "MiniCPMForCausalLM (experts)"),
+        *("OuroForCausalLM", "Plamo3ForCausalLM", "JAISLMHeadModel"),
     ],
 )
 def test_batches_and_shared_prefixes(name: str, made: Made) -> None:
@@ -83,6 +85,9 @@ def test_batches_and_shared_prefixes(name: str, made: Made) -> None:
         ("BaiChuanForCausalLM", ("W_pack",)),
         ("QWenLMHeadModel", ("c_attn", "c_proj", "w1", "w2")),
         ("BailingMoeV2ForCausalLM", ("query_key_value", "dense")),
+        ("JAISLMHeadModel", ("c_attn", "c_proj", "c_fc", "c_fc2")),
+        ("OuroForCausalLM", ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
+        ("Plamo3ForCausalLM", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
     ],
 )
 def test_adapters_have_the_published_names(
@@ -118,12 +123,16 @@ def test_codes_have_the_published_names(
     assert_logits_agree(backend, model, prompt(40), OUTPUT, recorded)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+_NAMED = {"GlmConfig": "Glm4vForCausalLM", "Gemma3TextConfig": "Gemma3ForCausalLM"}
+"""Whose tensors are called as the library's."""
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.extend is None])
 def test_a_rank_reads_what_it_reads_by_the_librarys_names(name: str, made: Made) -> None:
     """Of all layers, which those of a stage are some of."""
     model = made(name)
     config = read_model_config(model.path)
-    same = "Glm4vForCausalLM" if LAYOUTS[name].reference == "GlmConfig" else "LlamaForCausalLM"
+    same = _NAMED.get(LAYOUTS[name].reference, "LlamaForCausalLM")
     for rank, ranks in ((0, 1), (1, 2), (3, 4) if config.num_heads == HEADS else (0, 2)):
         share = shard_of(config, rank, ranks)
         published, library = (
@@ -167,6 +176,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         ("SarvamMLAForCausalLM", {"score_function": "softmax"}, "Invalid enum value 'softmax'"),
         ("SarvamMLAForCausalLM", {"moe_shared_expert_intermediate_size": 7}, "expert_intermediate_size 7 is not supp"),
         ("TeleFLMForCausalLM", {"output_mult": 0}, "output_mult 0 is not supported: with use_mup"),
+        ("JAISLMHeadModel", {"position_embedding_type": "learned"}, "Invalid enum value 'learned'"),
+        ("JAISLMHeadModel", {"activation_function": "gelu"}, "Invalid enum value 'gelu'"),
+        ("JAISLMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "Invalid enum value True"),
+        ("JAISLMHeadModel", {"alibi_scaling": {"type": "linear", "factor": 2.0}}, "unknown field `factor`"),
+        ("JAISLMHeadModel", {"mup_width_scale": 0}, "mup_width_scale 0.0 of logits is not positive"),
+        ("OuroForCausalLM", {"early_exit_threshold": 0.5}, "early_exit_threshold 0.5 is not supported; 1 is"),
+        ("OuroForCausalLM", {"early_exit_step": 1}, "early_exit_step 1 is not supported; 2 is"),
+        ("OuroForCausalLM", {"total_ut_steps": 0}, "total_ut_steps 0 of 3 layers is not supported"),
+        ("OuroForCausalLM", {"layer_types": ["sliding_attention"]}, "Invalid enum value 'sliding_attention'"),
+        ("Plamo3ForCausalLM", {"rope_scaling_factor": 4}, "rope_scaling_factor 4.0 is not supported"),
+        ("Plamo3ForCausalLM", {"scale_embedding": True}, "Invalid enum value True"),
+        ("Plamo3ForCausalLM", {"window_size": None}, "window_size is missing: releases"),
+        ("Plamo3ForCausalLM", {"sliding_window": [24, 9, None]}, r"sliding_window \[24, 9, None\] is not supported"),
         ("PanguEmbeddedForCausalLM", {"param_sink_number": 128}, "Invalid enum value 128"),
         ("PanguEmbeddedForCausalLM", {"interleaved_sliding_window": 9}, "Expected `null`, got `int`"),
         ("MiniCPMForCausalLM", {"mixer_types": ["minicpm4"]}, r"mixer_types \['minicpm4'\] is not supported"),
@@ -227,8 +249,22 @@ def test_what_a_prompt_beyond_a_number_of_tokens_changes_is_served_up_to_it(tmp_
     assert positions("MiniCPMForCausalLM", sparse_config={"dense_len": 77}) == 77
     assert positions("InternLM2ForCausalLM", max_position_embeddings=123) == 123
     assert positions("SolarForCausalLM", sliding_window=50) == 50
+    assert positions("JAISLMHeadModel", alibi_scaling={"type": "linear", "train_seq_len": 99}) == 99
     assert positions("MiniCPMForCausalLM (4)") == POSITIONS
     assert positions("MiniCPMForCausalLM", sparse_config={}, max_position_embeddings=32768) == 8192
+
+
+def test_weights_of_loops_are_there_once(made: Made) -> None:
+    model = made("OuroForCausalLM")
+    decoder = tiny_backend(model.path, ops="torch").rank.decoder
+    assert isinstance(decoder, Decoder)
+    first, *_, again = decoder.weights.layers[::3]
+    assert isinstance(first.qkv, PlainLinear)
+    assert isinstance(again.qkv, PlainLinear)
+    assert first.qkv is not again.qkv
+    assert first.qkv.weight is again.qkv.weight
+    matrices = [each.numel() for each in model.unchanged.parameters() if each.ndim == 2]
+    assert read_model_config(model.path).parameters == sum(matrices)
 
 
 def test_a_stage_has_what_its_layers_join(tmp_path: Path) -> None:
@@ -270,6 +306,7 @@ def described(folder: Path, name: str, **keys: Any) -> ModelConfig:
         *("InternLM2ForCausalLM", "ChatGLMModel", "BaichuanForCausalLM (13B)", "OrionForCausalLM"),
         *("BailingMoeV2ForCausalLM", "BailingMoeForCausalLM", "DeepseekForCausalLM", "SolarForCausalLM"),
         *("SarvamMLAForCausalLM", "MiniCPMForCausalLM (experts)", "PanguEmbeddedForCausalLM", "TeleFLMForCausalLM"),
+        *("OuroForCausalLM", "Plamo3ForCausalLM", "JAISLMHeadModel"),
     ],
 )
 def test_two_ranks_and_two_stages_write_the_same(name: str, made: Made, two_ranks: RankProcesses) -> None:

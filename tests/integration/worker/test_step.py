@@ -22,6 +22,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return record_logits(monkeypatch)
 
 
+@pytest.mark.extras
 def test_logits_and_texts_are_those_of_the_library(tmp_path: Path, recorded: list[Tensor]) -> None:
     model = make_step(tmp_path)
     backend = tiny_backend(tmp_path, ops="native")

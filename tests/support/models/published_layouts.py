@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.support.models.published_mixtures import MIXTURES
+from tests.support.models.published_norms import NORMED
+from tests.support.models.published_scales import SCALED
 from tests.support.models.published_shapes import (
     ALL_HEADS,
     COLUMNS,
@@ -277,18 +279,9 @@ LAYOUTS: dict[str, Layout] = {
         _EXAONE_NAMES,
     ),
     **MIXTURES,
+    **NORMED,
+    **SCALED,
     "GritLM": Layout(plain(sliding_window=None), reference="MistralConfig", shape={"sliding_window": None}),
-    "TeleFLMForCausalLM": Layout(
-        plain(use_mup=True, input_mult=3.0, output_mult=0.5, mup_scale_factor=2.0),
-        reference="GraniteConfig",
-        shape={
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 4.0,
-            "attention_multiplier": DIM**-0.5,
-            "initializer_range": 0.3,
-        },
-    ),
     "PanguEmbeddedForCausalLM": Layout(
         {key: value for key, value in plain(bias=True).items() if key != "rope_theta"},
         shape={"attention_bias": True, "rope_theta": 16e6},
@@ -309,9 +302,11 @@ LAYOUTS: dict[str, Layout] = {
 
 @dataclass(frozen=True)
 class PublishedModel(TinyModel):
-    """A checkpoint in a published layout; `same`: that of the library, with its names."""
+    """A checkpoint in a published layout; `same`: that of the library, with its names; `unchanged`: the library's model
+    with its numbers."""
 
     same: Path = Path()
+    unchanged: Any = None
 
     def _generated(self, prompt: list[int], count: int) -> list[int]:
         tokens = list(prompt)
@@ -333,6 +328,8 @@ def make_published(name: str, folder: Path, write: Written | None = None, **conf
     model = transformers.AutoModelForCausalLM.from_config(
         kind(**{**SHAPE, **layout.shape}), attn_implementation="eager"
     ).eval()
+    if layout.extend is not None:
+        layout.extend(model)
     with torch.no_grad():
         for each, buffer in model.named_buffers():
             if each.endswith("e_score_correction_bias"):
@@ -348,7 +345,9 @@ def make_published(name: str, folder: Path, write: Written | None = None, **conf
     written, numbers = dict[str, Tensor](), dict[str, Tensor]()
     for each, tensor in published_tensors(layout, model).items():
         module = each.removesuffix(".weight")
-        if write is None or tensor.ndim == 1 or not any(part.isdigit() for part in each.split(".")):
+        if layout.transposed and each.endswith(layout.transposed):
+            written[each], numbers[each] = tensor.T.contiguous(), tensor
+        elif write is None or tensor.ndim == 1 or not any(part.isdigit() for part in each.split(".")):
             written[each] = numbers[each] = tensor
         else:
             codes, numbers[each] = write(module, tensor)
@@ -358,7 +357,7 @@ def make_published(name: str, folder: Path, write: Written | None = None, **conf
     own = {"model_type": "of_its_own", "architectures": [architecture], "torch_dtype": "float32", "eos_token_id": 2}
     own["auto_map"] = {"AutoModelForCausalLM": f"modeling_own.{architecture}"}
     (path / "config.json").write_text(json.dumps(own | layout.config | config))
-    return PublishedModel(name, path, reference_of(layout, model, numbers), same=same)
+    return PublishedModel(name, path, reference_of(layout, model, numbers), same=same, unchanged=model)
 
 
 def published_tensors(layout: Layout, model: Any) -> dict[str, Tensor]:
@@ -419,7 +418,7 @@ def reference_of(layout: Layout, model: Any, published: dict[str, Tensor]) -> An
 def write_published_adapter(model: PublishedModel, folder: Path, ends: Sequence[str]) -> PublishedModel:
     """Writes a LoRA adapter of the published modules with these ends of names; the model with it merged."""
     layout, generator = LAYOUTS[model.family], torch.Generator().manual_seed(7)
-    numbers, tensors = published_tensors(layout, model.reference), dict[str, Tensor]()
+    numbers, tensors = published_tensors(layout, model.unchanged), dict[str, Tensor]()
     for name, weight in numbers.items():
         module = name.removesuffix(".weight")
         if weight.ndim != 2 or not module.endswith(tuple(ends)):
@@ -434,7 +433,7 @@ def write_published_adapter(model: PublishedModel, folder: Path, ends: Sequence[
     save_file(tensors, folder / "adapter_model.safetensors")
     fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": list(ends)}
     (folder / "adapter_config.json").write_text(json.dumps(fields))
-    return PublishedModel(model.family, folder, reference_of(layout, model.reference, numbers), same=model.same)
+    return PublishedModel(model.family, folder, reference_of(layout, model.unchanged, numbers), same=model.same)
 
 
 class AlibiReference:

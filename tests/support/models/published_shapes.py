@@ -48,7 +48,11 @@ class Layout(NamedTuple):
     """Of the library's config, where that is another than `SHAPE`."""
     adapt: Callable[[Any], None] | None = None
     """Changes the library's model."""
+    extend: Callable[[Any], None] | None = None
+    """Gives the library's model more tensors, before any are written."""
     alibi: bool = False
+    transposed: tuple[str, ...] = ()
+    """Ends of the published names of matrices that have inputs first."""
     dropped: tuple[str, ...] = ()
     """Ends of the names of tensors that are zeros, and that no published checkpoint has."""
 

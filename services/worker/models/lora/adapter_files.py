@@ -22,6 +22,7 @@ from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.hf_layers.tensor_names import tensor_names
 from services.worker.models.lora.adapted_modules import module_sizes, named_in
 from services.worker.models.published.names import library_names
+from services.worker.models.published.transposed import has_transposed
 from services.worker.models.weights import NamedModules
 from shared.ids import LoraId, ModelName
 
@@ -91,7 +92,8 @@ def read_adapter(name: ModelName, folder: Path, config: ModelConfig | NamedModul
     """The adapter in `folder`, for the model of this `config`, or with these modules. Raises ModelError, which names
     file, field and value, where it cannot be served."""
     # What lies transposed in the base model is no matter where its modules say what they are.
-    peft = _read_config(folder, max_rank, transposed=not isinstance(config, ModelConfig))
+    transposed = not isinstance(config, ModelConfig) or has_transposed(config.architecture)
+    peft = _read_config(folder, max_rank, transposed=transposed)
     path = folder / WEIGHTS
     if not path.is_file():
         others = ", ".join(sorted(each.name for each in folder.glob("adapter_model.*"))) or "nothing of the kind"
@@ -232,8 +234,10 @@ def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
                 raise ModelError(f"{path}: layer {layer} of {projection}; the model has {config.num_blocks} layers")
             projection = _module_of(config, numbers, int(layer or 0), projection)
             number = next((each for each in numbers if projection in module_sizes(config, each)), numbers[0])
-            key = (number, projection or (HEAD if head else EMBEDDING))
-            found.setdefault(key, {})[half or head_half or embedding_half] = name
+            in_loops = projection is not None and config.layers[number].loop is not None
+            for each in numbers if in_loops else (number,):
+                key = (each, projection or (HEAD if head else EMBEDDING))
+                found.setdefault(key, {})[half or head_half or embedding_half] = name
         elif not names.base_copy.fullmatch(known):
             raise ModelError(f"{path}: tensor {name} belongs to no module that can have an adapter here")
         elif (shape := file.get_slice(name).get_shape()) != [config.vocab_size, config.hidden_size]:

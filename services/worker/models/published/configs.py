@@ -18,10 +18,12 @@ from msgspec import Struct
 from services.worker.models.config import LayerConfig, Mixture, ModelError, SkipConnections
 from services.worker.models.hf_layers.compressed import HY4
 from services.worker.models.published.hunyuan import hy4
+from services.worker.models.published.jais import JAIS, jais
 from services.worker.models.published.layout import Published
 from services.worker.models.published.minimax import MINIMAX_M3, minimax_m3
 from services.worker.models.published.mixtures import all_mixing, bailing, bailing_2, deepseek, sarvam, sarvam_latent
 from services.worker.models.published.nas import NEMOTRON_NAS, nemotron_nas
+from services.worker.models.published.norms import ouro, plamo_3
 
 _Keys = Mapping[str, Any]
 
@@ -406,6 +408,9 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     "GritLM": _gritlm,
     "TeleFLMForCausalLM": _teleflm,
     "PanguEmbeddedForCausalLM": _pangu,
+    JAIS: jais,
+    "OuroForCausalLM": ouro,
+    "Plamo3ForCausalLM": plamo_3,
     MINIMAX_M3: minimax_m3,
     HY4: hy4,
 }

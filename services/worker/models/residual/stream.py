@@ -42,6 +42,7 @@ class ResidualStream:
             rows = rows[:, : self._hidden].contiguous() if sent else rows
         self._kept = KeptRows()
         rows = self._kept.skipped(rows, layer.skips)
+        rows = rows if layer.entry_norm is None else self._normed_rows(rows, layer.entry_norm)
         x = self._read(rows, layer)
         return x, x if self._normed else rows
 
@@ -61,6 +62,9 @@ class ResidualStream:
             return self._read(residual, following), residual
         if following.skips is not None:
             residual = self._kept.skipped(residual + x, following.skips)
+            return self._read(residual, following), residual
+        if following.entry_norm is not None:
+            residual = self._normed_rows(residual + x, following.entry_norm)
             return self._read(residual, following), residual
         return self.joined(x, residual, following.input_norm)
 

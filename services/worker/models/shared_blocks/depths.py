@@ -27,16 +27,12 @@ class DepthLoader(NamedTuple):
     shared: SharedBlocks
 
     def at_depth(self, block: LayerWeights, layer: str, home: str, depth: int) -> LayerWeights:
-        """`block`, whose tensors begin with `home`, in the layer whose tensors begin with `layer`. Its matrices are in
-        memory once: what is new of them is what adapters of requests know them by. Raises ModelError."""
-        mlp, hidden = block.mlp, self.config.hidden_size
-        assert isinstance(mlp, DenseMlp)
+        """`block`, whose tensors begin with `home`, in the layer whose tensors begin with `layer`. Raises
+        ModelError."""
+        hidden = self.config.hidden_size
         output = self.matrices.read(f"{layer}.linear", (hidden, hidden))
         return replace(
-            block,
-            qkv=copy(block.qkv),
-            output=copy(block.output),
-            mlp=replace(mlp, gate_up=copy(mlp.gate_up), down=copy(mlp.down)),
+            with_own_matrices(block),
             depth=DepthWeights(
                 output=self.matrices.pack_linear(output, None),
                 qkv=self._attention(home, depth) if self.shared.adapts_attention else None,
@@ -68,6 +64,15 @@ class DepthLoader(NamedTuple):
             down=self.matrices.pack_linear(self.matrices.join(downs), None),
             ups=tuple(self.matrices.pack_linear(self.matrices.join(each), None) for each in ups),
         )
+
+
+def with_own_matrices(block: LayerWeights) -> LayerWeights:
+    """A layer of the same weights. Its matrices are in memory once: what is new of them is what adapters of requests
+    know them by."""
+    mlp = block.mlp
+    assert isinstance(mlp, DenseMlp), "no mixture is shared"
+    own = replace(mlp, gate_up=copy(mlp.gate_up), down=copy(mlp.down))
+    return replace(block, qkv=copy(block.qkv), output=copy(block.output), mlp=own)
 
 
 def home_of(checkpoint: TensorSource, config: ModelConfig, block: int) -> str:
