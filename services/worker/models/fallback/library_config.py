@@ -77,7 +77,7 @@ def library_config(
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
         if _STEP in (config.architectures or ()):
             # Which releases that do not know the configuration do not have either.
-            from services.worker.models.published.step import check_step, register_step
+            from services.worker.models.fallback.text_models.step import check_step, register_step
 
             check_step(folder)
             register_step()

@@ -1,2 +1,1 @@
-"""Architectures whose Python code comes with their checkpoints: by the native decoder (ADR 216), and Step-3.5 by the
-library (ADR 227)."""
+"""Architectures whose Python code comes with their checkpoints, by the native decoder (ADR 216)."""

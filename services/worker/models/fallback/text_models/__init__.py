@@ -1,0 +1,1 @@
+"""Models of texts that the library has as a part of others alone."""
