@@ -18,6 +18,7 @@ from services.worker.models.hf_layers.latent import RawLatent, read_latent
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import read_mixture
 from services.worker.models.hf_layers.selective import SELECTIVE_ARCHITECTURES
+from services.worker.models.hf_layers.tensor_names import OURO
 from services.worker.sim.accelerator import StepCost
 from services.worker.sim.expert_spread import ExpertSpread, exchange
 
@@ -193,6 +194,7 @@ def _refuse_states(path: Path) -> None:
         ((DEEPSEEK_V4,), "compressed keys"),
         ((HY4,), "several streams"),
         (_CHOOSING_BLOCKS, "keys that are chosen by blocks"),
+        ((OURO,), "layers that rows go through several times"),
     )
     for known, kind in kinds:
         of_kind = [each for each in named if each in known]

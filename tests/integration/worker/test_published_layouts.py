@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from services.scheduler.core.limits import EngineLimits
+from services.worker.backend import BackendError
 from services.worker.models.checkpoint import CPU, open_checkpoint
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.decoder import Decoder
@@ -25,6 +26,7 @@ from services.worker.models.lora.slots import LoraSettings
 from services.worker.models.residual.skips import check_skips
 from services.worker.models.sharding import LayerShard, shard_of
 from services.worker.ops.torch_ops import PlainLinear, TorchOps
+from services.worker.sim.shape import read_shape
 from shared.ids import ModelName
 from tests.support.models.published_layouts import LAYOUTS, PublishedModel, make_published, write_published_adapter
 from tests.support.models.published_shapes import HEADS
@@ -265,6 +267,10 @@ def test_weights_of_loops_are_there_once(made: Made) -> None:
     assert first.qkv.weight is again.qkv.weight
     matrices = [each.numel() for each in model.unchanged.parameters() if each.ndim == 2]
     assert read_model_config(model.path).parameters == sum(matrices)
+    with pytest.raises(
+        BackendError, match=r"no models with layers that rows go through several times \(OuroForCausalLM"
+    ):
+        read_shape(model.path, "auto")
 
 
 def test_a_stage_has_what_its_layers_join(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from services.worker.models.hf_layers.shared import ZAMBA2
 
 GRANITE = "GraniteMoeHybridForCausalLM"
 NEMOTRON_H = "NemotronHForCausalLM"
+OURO = "OuroForCausalLM"
 
 
 HEAD_GATE = "g_proj"
@@ -146,7 +147,7 @@ PUBLISHED_NAMES = {
         ups=("c_fc2", "c_fc"),
         down="c_proj",
     ),
-    "OuroForCausalLM": TensorNames(
+    OURO: TensorNames(
         attention_post_norm="input_layernorm_2",
         mlp_norm="post_attention_layernorm",
         mlp_post_norm="post_attention_layernorm_2",

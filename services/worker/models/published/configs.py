@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from services.worker.models.config import LayerConfig, Mixture, ModelError, SkipConnections
 from services.worker.models.hf_layers.compressed import HY4
+from services.worker.models.hf_layers.tensor_names import OURO
 from services.worker.models.published.hunyuan import hy4
 from services.worker.models.published.jais import JAIS, jais
 from services.worker.models.published.layout import Published
@@ -409,7 +410,7 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     "TeleFLMForCausalLM": _teleflm,
     "PanguEmbeddedForCausalLM": _pangu,
     JAIS: jais,
-    "OuroForCausalLM": ouro,
+    OURO: ouro,
     "Plamo3ForCausalLM": plamo_3,
     MINIMAX_M3: minimax_m3,
     HY4: hy4,
