@@ -46,7 +46,8 @@ QWEN3_OMNI = ("Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForCon
 QWEN_OMNI = (*QWEN2_5_OMNI, *QWEN3_OMNI)
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 MINIMAX_M3_VL, LFM3_VL = "MiniMaxM3SparseForConditionalGeneration", "Lfm3VlForConditionalGeneration"
-TEXT_ALONE = (MINIMAX_M3_VL,)
+MISTRAL_LARGE_4 = "MistralLarge4ForConditionalGeneration"
+TEXT_ALONE = (MINIMAX_M3_VL, MISTRAL_LARGE_4)
 """Of these the language model alone is served, which Baton's own code computes."""
 IMAGE_ARCHITECTURES = (
     GEMMA,

@@ -23,7 +23,7 @@ from services.worker.models.expert_parallel.expert_load import empty_counts
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
 from services.worker.models.heads.loading import read_heads
 from services.worker.models.heads.rows import alibi_slopes
-from services.worker.models.hf_layers.tensor_names import GRANITE, tensor_names
+from services.worker.models.hf_layers.tensor_names import GRANITE, LEARNED_FREQUENCIES, tensor_names
 from services.worker.models.latent.loading import LatentLoader
 from services.worker.models.mixture.loading import read_experts, read_experts_of_tokens
 from services.worker.models.quantization.matrices import (
@@ -352,7 +352,7 @@ class _Loader:
         return CompressedLoader(self._matrices, self._ops, self._device, self._config, compressed, self._share)
 
     def _latent(self, latent: LatentConfig, name: str, index: int) -> LatentLoader:
-        how = (self._matrices, self._ops, self._device, self._config, latent)
+        how = (self._matrices, self._ops, self._device, self._config, latent.of_layer(index))
         return LatentLoader(*how, self._share.heads, name, index)
 
     def _mlp_block(self, layer: str) -> str:
@@ -465,10 +465,16 @@ class _Loader:
         weight, offsets = self._norm(name), self._config.post_norm_offsets
         return weight if offsets is None else weight + (offsets[place] - 1.0)
 
+    def _learned_frequencies(self) -> Tensor | None:
+        latent = self._config.latent
+        if latent is None or not latent.learned_frequencies:
+            return None
+        return read_exactly(self._checkpoint, LEARNED_FREQUENCIES, (latent.rope_dim // 2,)).exp()
+
     def _table(self, rope: Rope) -> Tensor:
         if rope not in self._tables:
             config = self._config
-            table = cos_sin_table(rope, config.rotated_dim, self._max_model_len)
+            table = cos_sin_table(rope, config.rotated_dim, self._max_model_len, self._learned_frequencies())
             whole = config.head_dim if config.latent is None else config.latent.rope_dim
             if config.rotary_dim not in (None, whole):
                 table = partly_rotating(table, whole)

@@ -72,10 +72,13 @@ class ProportionalRope(Struct, frozen=True, tag=True):
 Rope = PlainRope | LinearRope | Llama3Rope | YarnRope | FactoredRope | ProportionalRope
 
 
-def cos_sin_table(rope: Rope, head_dim: int, positions: int) -> Tensor:
-    """[positions, head_dim] float32: head_dim / 2 cosines, then as many sines, for each position from 0."""
+def cos_sin_table(rope: Rope, head_dim: int, positions: int, factors: Tensor | None = None) -> Tensor:
+    """[positions, head_dim] float32: head_dim / 2 cosines, then as many sines, for each position from 0. `factors`
+    [head_dim / 2]: what frequencies are multiplied by; None: nothing."""
     frequencies = _frequencies(rope, head_dim)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    if factors is not None:
+        frequencies = frequencies.to(factors.device) * factors
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=frequencies.device), frequencies)
     magnitude = rope.magnitude if isinstance(rope, YarnRope | FactoredRope) else 1.0
     return torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, assert_never
+from typing import Literal, NamedTuple, Protocol, assert_never
 
+import torch
 from torch import Tensor
 
 from services.worker.distributed.row_exchange import RoutedRows, RowExchange
@@ -83,6 +84,19 @@ KvCaches = list[tuple[Tensor, Tensor]]
 """For each layer, its keys and its values by block; or its windows and its states by slot (`StateCache`)."""
 
 
+class PositionScale(NamedTuple):
+    """What heads' queries are multiplied by at a position p: weight · ln(p + 1) + bias."""
+
+    weight: Tensor
+    bias: Tensor
+    """float32 [H] each."""
+
+    def of(self, positions: Tensor) -> Tensor:
+        """positions [n] → [n, H, 1]."""
+        logarithms = (positions + 1).float().log().unsqueeze(1)
+        return torch.addcmul(self.bias, logarithms, self.weight).unsqueeze(2)
+
+
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
     """What latent attention has beside the usual one's weights, for one rank's heads."""
@@ -98,6 +112,12 @@ class LatentWeights:
     """[H, value_dim, kv_rank]: the same for values, behind attention."""
     index: IndexWeights | None = None
     """Where an indexer chooses what is attended to; None: there is none, or the layer before has it for both."""
+    rotated: bool = True
+    """Else `keys_up` has all elements of a query, and the shared key is zeros."""
+    latents: Literal["own", "lent", "borrowed"] = "own"
+    """Whether layers behind it, with `rotated` as this has it, attend to its latents, or it to those of such a one."""
+    by_position: PositionScale | None = None
+    """What its heads' queries are multiplied by; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +129,12 @@ class IndexWeights:
     key_norm: tuple[Tensor, Tensor]
     """float32 [dim] each: weight and bias of the layer norm of keys."""
     q_up: PackedLinear
-    """[heads * dim, q_rank]: the queries, of the normed latent of a row's queries."""
+    """[heads * dim, q_rank]: the queries, of the normed latent of a row's queries; or [heads * dim, hidden] of the row
+    itself."""
+    row_norm: tuple[Tensor, Tensor] | None = None
+    """float32 [hidden] each: weight and bias of the layer norm of that row."""
+    by_position: PositionScale | None = None
+    """See `LatentWeights`; of the indexer's heads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from services.worker.models.config import ModelError
 from services.worker.models.decoder import Decoder
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.loading import load_weights
+from services.worker.models.published.names import library_names
 from services.worker.models.quantization.quantized_checkpoint import as_it_says
 from services.worker.models.sharding import shard_of
 from services.worker.models.weights import ForwardPass, KvCaches
@@ -33,6 +34,7 @@ from services.worker.speculation.drafter import TargetModel
 from services.worker.speculation.proposer import ComputedStep, DraftRequest, Indices, Int32s, SequenceHistories
 from services.worker.speculation.settings import SpeculationSettings
 from shared.messages.worker import NewSequence
+from shared.models.image_models import nests_language_model
 
 MAX_READ_TOKENS = 512
 """Tokens that it reads in one step, shortest first: a sequence that is not read to its end drafts later."""
@@ -77,7 +79,8 @@ def open_draft_model(settings: SpeculationSettings, target: TargetModel, most: i
             f"{folder} has {config.max_positions} positions, the model is served with {target.max_model_len}"
         )
     share = shard_of(config, 0, 1)
-    with open_checkpoint(folder, target.dtype) as checkpoint:
+    nested, rename = nests_language_model(folder), library_names(config)
+    with open_checkpoint(folder, target.dtype, language_model=nested, rename=rename) as checkpoint:
         tensors = as_it_says(checkpoint, folder, target.dtype)
         weights = load_weights(tensors, config, share, target.ops, target.device, target.max_model_len)
     return DraftModelDrafter(Decoder(config, weights, share, target.ops, SingleRank()), target, most)

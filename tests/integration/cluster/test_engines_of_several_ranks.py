@@ -258,6 +258,8 @@ def test_every_family_in_every_shape(
 ) -> None:
     if family in ("glm-5", "hy4") and (stages == 3 or layers):
         pytest.skip("a stage would begin with a layer that takes the choice of the one before it, which is refused")
+    if family == "mistral-large-4" and (stages == 3 or layers):
+        pytest.skip("it has six layers, of which the latter half attends to none of the former's latents")
     if family == "deepseek-v4" and (tp == 4 or layers):
         pytest.skip("it has two groups of heads, and four layers")
     model = models(family)

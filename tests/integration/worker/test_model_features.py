@@ -53,6 +53,10 @@ ADAPTED = {
         *("mlp.gate_up_proj", "mlp.down_proj", "shared_experts.gate_up_proj", "shared_experts.down_proj"),
     ),
     **dict.fromkeys(("deepseek-v3.2", "glm-5", "hy4"), _OF_LATENTS),
+    "mistral-large-4": (
+        *("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj"),
+        *(f"{block}.{part}_proj" for block in ("mlp", "shared_experts") for part in ("gate", "up", "down")),
+    ),
     "deepseek-v4": (
         *("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_proj", "o_b_proj"),
         *("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj"),

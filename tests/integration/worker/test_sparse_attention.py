@@ -1,5 +1,5 @@
-"""Models with DeepSeek sparse attention (DeepSeek-V3.2, GLM-5, HY4) beyond what is tested of every family: variants,
-what their caches take, published checkpoints, and what is refused."""
+"""Models with DeepSeek sparse attention (DeepSeek-V3.2, GLM-5, HY4, Mistral Large 4) beyond what is tested of every
+family: variants, what their caches take, published checkpoints, and what is refused."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(50)]
 OUTPUT = 5
 RANK, ROTATED, INDEX, LAYERS = 32, 8, 20, 3
 """Of the tiny models."""
+SPARSE = [("deepseek-v3.2", "native"), ("glm-5", "torch"), ("hy4", "native"), ("mistral-large-4", "native")]
 WHOLE_BLOCKS = {"moe_intermediate_size": 64, "q_lora_rank": 64, "v_head_dim": 16}
 """So that inputs are whole groups."""
 
@@ -53,8 +54,10 @@ def agrees(model: TinyModel, recorded: list[Tensor], **settings: Any) -> None:
         ("glm-5", {"indexer_types": None, "n_group": 1, "topk_group": 1}, "native"),
         ("glm-5", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "torch"),
         ("hy4", {"indexer_types": None, "mlp_layer_types": None, "hc_mult": 4, "hc_magnitude": 1.5}, "torch"),
+        ("mistral-large-4", {"no_rope_layers": None, "kv_source_layers": None, "attention_bias": True}, "torch"),
+        ("mistral-large-4", {"no_rope_layers": [0] * 6, "kv_source_layers": [0] * 6, "indexer_types": None}, "native"),
     ],
-    ids=["from dense on", "all rotated", "as published", "named layers", "streams"],
+    ids=["from dense on", "all rotated", "as published", "named layers", "streams", "own latents", "one's latents"],
 )
 def test_variants_are_as_the_reference_has_them(
     tmp_path: Path, recorded: list[Tensor], family: str, changes: dict[str, Any], ops: OpsName
@@ -62,7 +65,7 @@ def test_variants_are_as_the_reference_has_them(
     agrees(make_model(family, tmp_path, **changes), recorded, ops=ops)
 
 
-@pytest.mark.parametrize(("family", "ops"), [("deepseek-v3.2", "native"), ("glm-5", "torch"), ("hy4", "native")])
+@pytest.mark.parametrize(("family", "ops"), SPARSE)
 def test_a_part_of_a_long_prompt_is_what_is_attended_to(
     tmp_path: Path, recorded: list[Tensor], family: str, ops: OpsName
 ) -> None:
@@ -89,7 +92,7 @@ def test_of_hy4_only_experts_are_limited(tmp_path: Path, recorded: list[Tensor],
 
 
 @pytest.mark.features("speculative", "chunked prefill", "preemption")
-@pytest.mark.parametrize("family", ["deepseek-v3.2", "glm-5", "hy4"])
+@pytest.mark.parametrize("family", [family for family, _ in SPARSE])
 def test_drafts_chunks_and_preemption_change_no_text(tmp_path: Path, family: str) -> None:
     model = make_model(family, tmp_path)
     ngram = SpeculationSettings(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
@@ -150,3 +153,47 @@ def test_what_does_not_combine_is_refused_at_start(tmp_path: Path) -> None:
     behind = PipelineStage(1, 2, 1, LAYERS)
     with pytest.raises(ModelError, match="pp-layers: a stage begins with layer 1, which attends to what the layer"):
         check_latent(latent, "auto", "auto", behind)
+
+
+def test_a_stage_has_the_latents_that_its_layers_attend_to(tmp_path: Path) -> None:
+    latent = read_model_config(make_model("mistral-large-4", tmp_path).path).latent
+    assert latent is not None
+    with pytest.raises(
+        ModelError, match="stage begins with layer 4, and layer 4 of it attends to the latents of layer"
+    ):
+        check_latent(latent, "auto", "auto", PipelineStage(1, 2, 4, 6))
+    for stage in (PipelineStage(0, 2, 0, 3), PipelineStage(1, 2, 3, 6)):
+        check_latent(latent, "auto", "auto", stage)
+
+
+@pytest.mark.parametrize(
+    "part", ["alpha", "softmax_scaling.scale", "indexer.softmax_scaling.bias", "q_input_norm.bias"]
+)
+def test_what_mistral_large_learns_of_positions_counts(tmp_path: Path, recorded: list[Tensor], part: str) -> None:
+    """What is made other is followed, and changes what is written."""
+    model = make_model("mistral-large-4", tmp_path)
+    exact = model.logits(PROMPT)
+    with torch.no_grad():
+        for name, weight in model.reference.named_parameters():
+            if name.endswith(part):
+                weight.add_(torch.randn_like(weight))
+    model.reference.save_pretrained(tmp_path)
+    assert (model.logits(PROMPT) - exact).abs().max() > 1e-2
+    agrees(model, recorded, ops="native")
+
+
+def test_mistral_large_drafts_for_itself(tmp_path: Path) -> None:
+    """By the names of published files, within a model with a tower."""
+    model = make_model("mistral-large-4", tmp_path)
+    itself = SpeculationSettings(method="draft", num_speculative_tokens=3, model=str(model.path))
+    driver = Driver(tiny_backend(model.path, dtype="float32", ops="native", speculation=itself), budget=24, speculate=3)
+    sequence = driver.add(PROMPT, 12)
+    driver.run()
+    assert sequence.output == model.greedy(PROMPT, 12)
+    assert driver.drafted > 0
+
+
+def test_images_of_mistral_large_are_refused(tmp_path: Path) -> None:
+    """Its tower is left out."""
+    card: Any = tiny_backend(make_model("mistral-large-4", tmp_path).path).card
+    assert not card.images

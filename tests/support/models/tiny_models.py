@@ -13,7 +13,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PretrainedConfig
 
 VOCABULARY = 160
 POSITIONS = 256
@@ -98,6 +98,30 @@ _COMPRESSED: dict[str, Any] = {
 }
 """A layer of each kind. Of most prompts a part of the entries is attended to."""
 _PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+_MISTRAL_LARGE: dict[str, Any] = {
+    **_LATENT,
+    **_SPARSE,
+    "n_group": 1,
+    "topk_group": 1,
+    "model_type": "mistral_large4_text",
+    "num_hidden_layers": 6,
+    "routed_scaling_factor": 1.7,
+    "no_rope_layers": [1, 0, 1, 0, 0, 1],
+    "kv_source_layers": [0, 1, 0, 3, 3, 5],
+    "indexer_types": ["full", "full", "shared", "full", "full", "shared"],
+    "rope_parameters": {**_YARN, "attention_factor": 1.0},
+}
+"""Of layers with and without rotation some attend to another's latents, by what they or another choose."""
+_TOWER = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+}
+"""Beside a language model that is never alone."""
 
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -239,6 +263,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT, **_SPARSE, "n_group": 1, "topk_group": 1, "rope_parameters": _PLAIN}
         | {"indexer_types": ["full", "shared", "full"], "hc_mult": 3},
     ),
+    "mistral-large-4": ("MistralLarge4Config", _MISTRAL_LARGE),
     "mamba2": (
         "Mamba2Config",
         {**_MAMBA2, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False},
@@ -361,7 +386,7 @@ STATE_FAMILIES = (
 """With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions or lightning attention."""
 IN_EXTRAS = (
     *("olmo-hybrid", "kimi-linear", "ling-3", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe"),
-    *("lfm3", "falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4", "hy4", "minimax-m3"),
+    *("lfm3", "falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4", "hy4", "mistral-large-4", "minimax-m3"),
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
@@ -412,6 +437,8 @@ def make_config(family: str, **changes: Any) -> PretrainedConfig:
     chosen = {**_SHAPE, **own, **changes}
     if "kv_lora_rank" in own:
         chosen["num_key_value_heads"] = chosen["num_attention_heads"]  # each has keys and values, made of the latent
+    if own.get("model_type") == "mistral_large4_text":
+        chosen = {"text_config": chosen, "vision_config": _TOWER}
     if "o_groups" in own:
         chosen["num_key_value_heads"] = 1  # which all heads read
     config: PretrainedConfig = getattr(transformers, kind)(**copy.deepcopy(chosen))  # which some of them change
@@ -422,7 +449,9 @@ def make_model(family: str, path: Path, *, shard_size: str = "1GB", **changes: A
     """Writes the checkpoint to `path`. The same weights every time; norms and biases too are random."""
     torch.manual_seed(sum(map(ord, family)))
     # Eager attention is the one that every family has, soft caps included.
-    model = AutoModelForCausalLM.from_config(make_config(family, **changes), attn_implementation="eager")
+    config = make_config(family, **changes)
+    build = AutoModelForImageTextToText if "text_config" in config.sub_configs else AutoModelForCausalLM
+    model = build.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1 or name.endswith("proj_bias"):  # those of experts

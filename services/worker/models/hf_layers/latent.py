@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
 from services.worker.models.hf_layers.mixture import RawMixture
 
 SPARSE_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 """Of which an indexer chooses what a token attends to."""
+MISTRAL_LARGE_4 = "MistralLarge4ForCausalLM"
+"""As the language model within the published whole is called here: the library has no class of it alone."""
 LATENT_ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", *SPARSE_ARCHITECTURES)
 
 
@@ -30,10 +33,13 @@ class IndexConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of the norm of keys."""
     shared: tuple[int, ...] = ()
     """Layers without one, which attend to what the layer before them chose (IndexCache, arXiv:2603.12201)."""
+    reads_rows: bool = False
+    """Queries are made of the normed row, and not of the latent of queries; how much each head's count goes by the
+    position, as `LatentConfig.by_position` has it (Mistral Large 4)."""
 
     def parameters(self, hidden: int, q_rank: int) -> int:
         """Weights of one layer's matrices."""
-        return q_rank * self.heads * self.dim + hidden * (self.dim + self.heads)
+        return (hidden if self.reads_rows else q_rank) * self.heads * self.dim + hidden * (self.dim + self.heads)
 
 
 class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,11 +63,31 @@ class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     gates: Literal["heads", "elements"] | None = None
     """Of what the sigmoid of a number that the row is projected to says how much is taken: of each head's values (Ling
     3), or of each element of these (HY4); None: all is taken."""
+    norm_eps: float = 1e-6
+    """Of the norms of latents, whatever the model's others have."""
+    unrotated: tuple[int, ...] = ()
+    """Layers without rotation: their queries and keys have as many elements, and no key that heads share."""
+    sources: tuple[int, ...] = ()
+    """For each layer, the one whose latents it attends to; (): each has its own."""
+    by_position: bool = False
+    """A head's queries are multiplied by a number that grows with the logarithm of the position, by two numbers of the
+    head."""
+    learned_frequencies: bool = False
+    """The checkpoint has the logarithm of what each frequency of the rotation is multiplied by."""
 
-    @property
-    def norm_eps(self) -> float:
-        """Of the norms of latents, whatever the model's others have."""
-        return 1e-6
+    def of_layer(self, number: int) -> LatentConfig:
+        """What this layer's matrices are made for."""
+        if number not in self.unrotated:
+            return self
+        return replace(self, nope_dim=self.query_dim, rope_dim=0)
+
+    def borrows(self, number: int) -> bool:
+        """Whether this layer attends to another's latents, and has none."""
+        return bool(self.sources) and self.sources[number] != number
+
+    def lends(self, number: int) -> bool:
+        """Whether layers behind this one attend to its latents."""
+        return number in self.sources[number + 1 :]
 
     @property
     def query_dim(self) -> int:

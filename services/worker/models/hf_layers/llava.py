@@ -18,6 +18,7 @@ from shared.models.image_models import (
     MINICPM_V,
     MINIMAX_M3_VL,
     MISTRAL3,
+    MISTRAL_LARGE_4,
     OVIS2,
     QIANFAN_OCR,
 )
@@ -38,6 +39,7 @@ _OWN_MODELS = {
     LIGHTON_OCR: {"qwen3": "Qwen3ForCausalLM"},
     QIANFAN_OCR: {"qwen3": "Qwen3ForCausalLM"},
     **{each: {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"} for each in KIMI_K2_5},
+    MISTRAL_LARGE_4: {"mistral_large4_text": "MistralLarge4ForCausalLM"},
     MINIMAX_M3_VL: {"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
     LFM3_VL: {"lfm3": "Lfm3ForCausalLM"},
     LFM2_VL: {"lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM"},

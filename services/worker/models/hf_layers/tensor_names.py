@@ -14,8 +14,8 @@ GRANITE = "GraniteMoeHybridForCausalLM"
 NEMOTRON_H = "NemotronHForCausalLM"
 OURO = "OuroForCausalLM"
 
-
 HEAD_GATE = "g_proj"
+LEARNED_FREQUENCIES = "model.rotary_emb.alpha"
 
 
 class TensorNames(NamedTuple):

@@ -32,6 +32,12 @@ def check_latent(latent: LatentConfig, cache: CacheDtype, attention: AttentionNa
         raise ModelError(
             f"pp-layers: a stage begins with layer {stage.first_layer}, which attends to what the layer before it chose"
         )
+    for layer, source in enumerate(latent.sources[: stage.end_layer]):
+        if source < stage.first_layer <= layer:
+            raise ModelError(
+                f"pp-layers: a stage begins with layer {stage.first_layer}, and layer {layer} of it attends to the "
+                f"latents of layer {source}"
+            )
 
 
 class _Choice(NamedTuple):
@@ -52,13 +58,21 @@ class LatentAttention:
         self._heads = heads
         self._scale = scale
         self._choice: _Choice | None = None
+        self._lent: dict[bool, tuple[Tensor, Tensor]] = {}
+        """The cache of the last layer that has latents for others behind it: of those that are rotated, and of those
+        that are not."""
 
     def queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
         """x [n, hidden] → queries [n, H, nope + rope], the last of which are rotated; the cache has the rows' latents
         and rotated keys then. Where there are gates, each head's lie behind its query."""
         ops, latent, weights = self._ops, self._latent, _weights(layer)
         made = ops.linear(x, layer.qkv)
-        queries, cached = torch.split(made, [made.shape[1] - latent.cached_dim, latent.cached_dim], dim=1)
+        wide = latent.q_rank or self._heads * latent.query_dim
+        queries, cached = torch.split(made, [wide, made.shape[1] - wide], dim=1)
+        if cached.shape[1] < latent.cached_dim:  # nothing is rotated, or nothing is its own
+            cached = F.pad(cached, (0, latent.cached_dim - cached.shape[1]))
+        if weights.latents == "lent":
+            self._lent[weights.rotated] = cache
         normed, counts = queries, None
         if weights.q_norm is not None and weights.q_up is not None:
             normed = ops.rms_norm(queries.contiguous(), weights.q_norm, latent.norm_eps)
@@ -75,7 +89,10 @@ class LatentAttention:
             eps=latent.norm_eps,
         )
         if latent.index is not None and weights.index is not None and counts is not None:
-            self._choice = self._choose(latent.index, weights.index, normed, counts, meta, layer.cos_sin, cache)
+            read = x if latent.index.reads_rows else normed
+            self._choice = self._choose(latent.index, weights.index, read, counts, meta, layer.cos_sin, cache)
+        if weights.by_position is not None:
+            rotated = rotated * weights.by_position.of(meta.positions).to(rotated.dtype)
         if layer.gate is None:
             return rotated
         gates = ops.linear(x, layer.gate).view(len(x), self._heads, latent.gates_of_head)
@@ -96,16 +113,20 @@ class LatentAttention:
         self,
         index: IndexConfig,
         weights: IndexWeights,
-        normed: Tensor,
+        read: Tensor,
         counts: Tensor,
         meta: BatchMeta,
         cos_sin: Tensor,
         cache: tuple[Tensor, Tensor],
     ) -> _Choice:
-        """Nothing is scored while no sequence is longer than what is chosen."""
+        """`read`: what queries are made of. Nothing is scored while no sequence is longer than what is chosen."""
         if meta.max_context <= index.chosen:
             return _Choice(meta, None)
-        q = self._ops.linear(normed, weights.q_up).view(len(normed), index.heads, index.dim)
+        if weights.row_norm is not None:
+            read = F.layer_norm(read.float(), read.shape[1:], *weights.row_norm, eps=index.norm_eps).to(read.dtype)
+        q = self._ops.linear(read, weights.q_up).view(len(read), index.heads, index.dim)
+        if weights.by_position is not None:
+            q = q * weights.by_position.of(meta.positions).to(q.dtype)
         keys = LatentCache.of(cache, self._latent.rope_dim)
         return _Choice(meta, self._ops.latents.choose(q, counts, meta, cos_sin, keys, index.chosen))
 
@@ -113,6 +134,8 @@ class LatentAttention:
         """What `queries` makes → what the heads' values add up to, [n, H * value_dim]."""
         ops, weights = self._ops.latents, _weights(layer)
         nope, rotated, gates = torch.tensor_split(queries, [self._latent.nope_dim, self._latent.query_dim], dim=2)
+        if not weights.rotated:  # the shared key, of zeros, makes nothing of the other elements
+            nope = queries[:, :, : self._latent.query_dim]
         absorbed = ops.linear_of_heads(nope.contiguous(), weights.keys_up)
         chosen = None
         if self._latent.index is not None:
@@ -120,11 +143,12 @@ class LatentAttention:
             assert self._choice.meta is meta, "an indexer chose for this step"
             chosen = self._choice.slots
         q = torch.cat((absorbed, rotated.to(absorbed.dtype)), dim=2)
-        own = LatentCache.of(cache, self._latent.rope_dim)
+        read = self._lent[weights.rotated] if weights.latents == "borrowed" else cache
+        latents = LatentCache.of(read, self._latent.rope_dim)
         if layer.sinks is not None:  # which no kernel of latents knows
-            mixed = sunk_attention(q, own, meta, self._scale, layer.sinks, chosen).to(q.dtype)
+            mixed = sunk_attention(q, latents, meta, self._scale, layer.sinks, chosen).to(q.dtype)
         else:
-            mixed = ops.attention(q, own, meta, scale=self._scale, chosen=chosen)
+            mixed = ops.attention(q, latents, meta, scale=self._scale, chosen=chosen)
         values = ops.linear_of_heads(mixed, weights.values_up)
         if layer.gate is not None:
             values = self._ops.sigmoid_gated(values.flatten(0, 1), gates.flatten(0, 1).contiguous()).view(values.shape)

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from services.worker.models.checkpoint import read_exactly
 from services.worker.models.config import ModelConfig
 from services.worker.models.hf_layers.latent import IndexConfig, LatentConfig
 from services.worker.models.hf_layers.tensor_names import tensor_names
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader, permuted
-from services.worker.models.weights import IndexWeights, LatentWeights
+from services.worker.models.weights import IndexWeights, LatentWeights, PositionScale
 from services.worker.ops.interface import Ops, PackedLinear
 
 
@@ -36,6 +37,8 @@ class LatentLoader(NamedTuple):
     def inputs(self) -> PackedLinear:
         """What a row is multiplied with: see `LayerWeights.qkv`."""
         latent, hidden = self.latent, self.config.hidden_size
+        if latent.borrows(self.layer):
+            return self.matrices.pack_linear(self._queries("q_proj", hidden), None)
         cached = permuted(
             self._read("kv_a_proj_with_mqa", (latent.cached_dim, hidden)), rotated_last(latent, 1, latent.cached_dim)
         )
@@ -82,31 +85,52 @@ class LatentLoader(NamedTuple):
         return LatentWeights(
             q_norm=q_norm,
             q_up=q_up,
-            kv_norm=self._norm("kv_a_layernorm", latent.kv_rank),
+            kv_norm=torch.ones(latent.kv_rank, device=self.device)
+            if latent.borrows(self.layer)
+            else self._norm("kv_a_layernorm", latent.kv_rank),
             keys_up=self.ops.latents.pack_heads(keys.transpose(1, 2).contiguous()),
             values_up=self.ops.latents.pack_heads(values.contiguous()),
             index=None if latent.index is None or self.layer in latent.index.shared else self._index(latent.index),
+            rotated=self.layer not in latent.unrotated,
+            latents="borrowed" if latent.borrows(self.layer) else "lent" if latent.lends(self.layer) else "own",
+            by_position=self._by_position(self.name, (first, last)) if latent.by_position else None,
         )
 
     def _index(self, index: IndexConfig) -> IndexWeights:
         """Never rounded beyond what the checkpoint is: it only chooses, as routers do."""
         hidden, name = self.config.hidden_size, f"{self.name}.indexer"
-        order = rotated_first(index.interleaved, self.latent.rope_dim, index.dim)
+        order = rotated_first(index.interleaved, self.latent.rope_dim, index.dim)  # none, without rotation
         if index.rotates_last:
             order = torch.arange(index.dim)
         by_head = (torch.arange(index.heads).unsqueeze(1) * index.dim + order).flatten()
         keys = permuted(self.matrices.read(f"{name}.wk", (index.dim, hidden)), order)
         weights = self.matrices.read(f"{name}.weights_proj", (index.heads, hidden))
         numbers = [self.matrices.numbers(each) for each in (keys, weights)]
-        assert self.latent.q_rank is not None, "queries are made of a latent"
-        queries = self.matrices.read(f"{name}.wq_b", (index.heads * index.dim, self.latent.q_rank))
-        norm = (self.matrices.checkpoint.read(f"{name}.k_norm.{part}", (index.dim,)) for part in ("weight", "bias"))
-        weight, bias = (each.float()[order].to(self.device) for each in norm)
+        width = hidden if index.reads_rows else self.latent.q_rank
+        assert width is not None, "queries are made of a latent"
+        queries = self.matrices.read(f"{name}.wq_b", (index.heads * index.dim, width))
+        weight, bias = (each[order.to(self.device)] for each in self._layer_norm(f"{name}.k_norm", index.dim))
         return IndexWeights(
             inputs=self.matrices.pack(self.matrices.join([each.to(numbers[0].dtype) for each in numbers]), None),
             key_norm=(weight, bias),
             q_up=self.matrices.pack(permuted(queries, by_head), None),
+            row_norm=self._layer_norm(f"{name}.q_input_norm", hidden) if index.reads_rows else None,
+            by_position=self._by_position(name, (0, index.heads), index.heads) if index.reads_rows else None,
         )
+
+    def _layer_norm(self, name: str, size: int) -> tuple[Tensor, Tensor]:
+        read = self.matrices.checkpoint.read
+        weight, bias = (read(f"{name}.{part}", (size,)).float().to(self.device) for part in ("weight", "bias"))
+        return weight, bias
+
+    def _by_position(self, name: str, heads: tuple[int, int], of: int | None = None) -> PositionScale:
+        """Of some heads, `of` so many; None: of those that attend."""
+        shape, which = (of or self.config.num_heads,), slice(*heads)
+        parts = (f"{name}.softmax_scaling.{part}" for part in ("scale", "bias"))
+        weight, bias = (
+            read_exactly(self.matrices.checkpoint, part, shape)[which].to(self.device).clone() for part in parts
+        )
+        return PositionScale(weight, bias)
 
     def _read(self, part: str, shape: tuple[int, int]) -> Matrix:
         return self.matrices.read(f"{self.name}.{part}", shape)

@@ -65,7 +65,7 @@ class LatentProducts:
         for number, weights in self._layers.items():
             pair = adapter.layers.get((number, KEYS_AND_VALUES))
             if pair is not None:
-                keys, values = self._of_pair(pair, on_device)
+                keys, values = self._of_pair(self._latent.of_layer(number), pair, on_device)
                 self._products[id(weights.keys_up), slot] = keys
                 self._products[id(weights.values_up), slot] = values
 
@@ -83,8 +83,10 @@ class LatentProducts:
                 own = added.of(self._ops, x.index_select(0, chosen))
                 product.index_add_(0, chosen, own.to(product.dtype))
 
-    def _of_pair(self, pair: LoraPair, on_device: Callable[[Tensor], Tensor]) -> tuple[_KeyProduct, _ValueProduct]:
-        latent, (first, end), ops = self._latent, self._share.heads, self._ops
+    def _of_pair(
+        self, latent: LatentConfig, pair: LoraPair, on_device: Callable[[Tensor], Tensor]
+    ) -> tuple[_KeyProduct, _ValueProduct]:
+        (first, end), ops = self._share.heads, self._ops
         each = latent.nope_dim + latent.value_dim
         by_head = pair.b[first * each : end * each].view(end - first, each, -1)
         keys, values = torch.split(by_head, [latent.nope_dim, latent.value_dim], dim=1)

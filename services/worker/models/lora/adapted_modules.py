@@ -65,15 +65,15 @@ def module_sizes(config: ModelConfig, number: int) -> dict[str, tuple[int, int]]
     """Inputs and outputs of each module of layer `number` that can have an adapter, in the whole model. Experts cannot,
     but what every row goes through beside them can."""
     layer, hidden = config.layers[number], config.hidden_size
-    sizes = _sizes_within(config, layer) | _following_sizes(config, layer)
+    sizes = _sizes_within(config, layer, number) | _following_sizes(config, layer)
     if layer.part is not None:
         sizes = {f"{layer.part}.{module}": size for module, size in sizes.items()}
     return sizes if layer.depth is None else sizes | {_OF_DEPTH: (hidden, hidden)}
 
 
-def _sizes_within(config: ModelConfig, layer: LayerConfig) -> dict[str, tuple[int, int]]:
+def _sizes_within(config: ModelConfig, layer: LayerConfig, number: int) -> dict[str, tuple[int, int]]:
     hidden = config.hidden_size
-    sizes = _mixer_sizes(config) if layer.has_state else _attention_sizes(config, layer.kv_heads)
+    sizes = _mixer_sizes(config) if layer.has_state else _attention_sizes(config, layer.kv_heads, number)
     names = tensor_names(config.architecture)
     if not layer.has_mlp:
         return sizes
@@ -101,9 +101,9 @@ def named_in(block: int, module: str) -> str:
     return f"{block}.{module}"
 
 
-def _attention_sizes(config: ModelConfig, kv_heads: int | None) -> dict[str, tuple[int, int]]:
+def _attention_sizes(config: ModelConfig, kv_heads: int | None, number: int) -> dict[str, tuple[int, int]]:
     if config.latent is not None:
-        return _latent_sizes(config, config.latent)
+        return _latent_sizes(config, config.latent.of_layer(number), number)
     if config.compressed is not None:
         return _compressed_sizes(config, config.compressed)
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
@@ -127,18 +127,19 @@ def _head_sizes(names: TensorNames, inputs: int, outputs: tuple[int, int, int]) 
     return sizes
 
 
-def _latent_sizes(config: ModelConfig, latent: LatentConfig) -> dict[str, tuple[int, int]]:
+def _latent_sizes(config: ModelConfig, latent: LatentConfig, number: int) -> dict[str, tuple[int, int]]:
     hidden, heads, names = config.hidden_size, config.num_heads, tensor_names(config.architecture)
     queries = heads * latent.query_dim
     made = {"self_attn.q_proj": (hidden, queries)}
     if latent.q_rank is not None:
         made = {"self_attn.q_a_proj": (hidden, latent.q_rank), "self_attn.q_b_proj": (latent.q_rank, queries)}
     gates = {f"self_attn.{names.head_gate}": (hidden, heads * latent.gates_of_head)} if latent.gates else {}
+    own = {} if latent.borrows(number) else {"self_attn.kv_a_proj_with_mqa": (hidden, latent.cached_dim)}
     return (
         made
         | gates
+        | own
         | {
-            "self_attn.kv_a_proj_with_mqa": (hidden, latent.cached_dim),
             KEYS_AND_VALUES: (latent.kv_rank, heads * (latent.nope_dim + latent.value_dim)),
             "self_attn.o_proj": (heads * latent.value_dim, hidden),
         }
@@ -194,7 +195,7 @@ def modules_of_layer(
 ) -> Iterator[ModulesOfMatrix]:
     """Of the rank's matrices of layer `number`, those that adapters may change."""
     part, every = config.layers[number].part, (0, config.hidden_size)
-    for matrix in _modules_within(config, share, config.layers[number], layer):
+    for matrix in _modules_within(config, share, number, layer):
         named = (each if part is None else each._replace(module=f"{part}.{each.module}") for each in matrix.parts)
         yield matrix._replace(parts=tuple(named))
     if layer.depth is not None:
@@ -202,14 +203,15 @@ def modules_of_layer(
 
 
 def _modules_within(
-    config: ModelConfig, share: LayerShard, described: LayerConfig, layer: LayerWeights
+    config: ModelConfig, share: LayerShard, number: int, layer: LayerWeights
 ) -> Iterator[ModulesOfMatrix]:
+    described = config.layers[number]
     if layer.mixer is not None:
         yield from _of_mixer(config, share, layer)
     elif config.compressed is not None:
         yield from _of_compressed(config, config.compressed, share, layer)
     elif config.latent is not None:
-        yield from _of_latent(config, config.latent, share, layer)
+        yield from _of_latent(config, config.latent.of_layer(number), share, number, layer)
     else:
         yield from _of_attention(config, share, layer, described.kv_heads)
     yield from _of_following(config, share, described, layer)
@@ -317,14 +319,15 @@ def _of_attention(
 
 
 def _of_latent(
-    config: ModelConfig, latent: LatentConfig, share: LayerShard, layer: LayerWeights
+    config: ModelConfig, latent: LatentConfig, share: LayerShard, number: int, layer: LayerWeights
 ) -> Iterator[ModulesOfMatrix]:
     """But for what makes keys and values of latents: see `adapted_latents`."""
     (first, end), dim, every = share.heads, latent.query_dim, (0, config.hidden_size)
     own = first * dim + rotated_last(latent, end - first, dim)
     cached = ModuleRows("self_attn.kv_a_proj_with_mqa", rotated_last(latent, 1, latent.cached_dim))
     if latent.q_rank is None:
-        yield ModulesOfMatrix(layer.qkv, every, (ModuleRows("self_attn.q_proj", own), cached))
+        made = ModuleRows("self_attn.q_proj", own)
+        yield ModulesOfMatrix(layer.qkv, every, (made,) if latent.borrows(number) else (made, cached))
     else:
         assert layer.latent is not None
         assert layer.latent.q_up is not None

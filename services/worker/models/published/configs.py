@@ -22,6 +22,7 @@ from services.worker.models.published.hunyuan import hy4
 from services.worker.models.published.jais import JAIS, jais
 from services.worker.models.published.layout import Published
 from services.worker.models.published.minimax import MINIMAX_M3, minimax_m3
+from services.worker.models.published.mistral_large import MISTRAL_LARGE_4, mistral_large
 from services.worker.models.published.mixtures import all_mixing, bailing, bailing_2, deepseek, sarvam, sarvam_latent
 from services.worker.models.published.nas import NEMOTRON_NAS, nemotron_nas
 from services.worker.models.published.norms import ouro, plamo_3
@@ -414,5 +415,6 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     "Plamo3ForCausalLM": plamo_3,
     MINIMAX_M3: minimax_m3,
     HY4: hy4,
+    MISTRAL_LARGE_4: mistral_large,
 }
 """Who reads the configuration of which architecture."""

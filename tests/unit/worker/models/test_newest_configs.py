@@ -1,4 +1,4 @@
-"""What configs say of MiniMax-M3 and HY4, as published files have it and as transformers 5 does."""
+"""What configs say of MiniMax-M3, HY4 and Mistral Large 4, as published files have it and as transformers 5 does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from services.worker.backend import BackendError
 from services.worker.models.config import HyperConnections, Mixture
 from services.worker.models.hf_config import is_native, read_model_config
-from services.worker.models.published import hunyuan, minimax
+from services.worker.models.published import hunyuan, minimax, mistral_large
 from services.worker.sim.shape import read_shape
 from tests.support.models.config_files import assert_refused, read, write
 
@@ -30,6 +30,8 @@ M3: dict[str, Any] = {
 }
 """With the keys of published files; sizes are the defaults."""
 HY4: dict[str, Any] = {"architectures": ["HYV4ForCausalLM"]}
+LARGE: dict[str, Any] = {"architectures": ["MistralLarge4ForCausalLM"]}
+"""The language model within; sizes are the defaults."""
 
 
 def test_minimax_m3_is_read_up_to_what_its_indexer_chooses_whole(tmp_path: Path) -> None:
@@ -112,6 +114,25 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
             *(HY4, {"layer_types": ["full_attention"]}),
             "layer_types 'full_attention' is not supported; supported: indexed_attention",
         ),
+        (
+            *(LARGE, {"layer_types": ["full_attention"]}),
+            "layer_types 'full_attention' is not supported; supported: indexed_attention",
+        ),
+        (LARGE, {"n_group": 2}, "n_group 2 is not supported; 1 is"),
+        (LARGE, {"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0 is not positive"),
+        (LARGE, {"no_rope_layers": [1]}, "no_rope_layers names 1 layers, num_hidden_layers 72"),
+        (LARGE, {"no_rope_layer_interval": 0}, "no_rope_layer_interval 0 is not positive"),
+        (LARGE, {"kv_source_layers": [0]}, "kv_source_layers names 1 layers, num_hidden_layers 72"),
+        (
+            *(LARGE, {"kv_source_layers": [0] * 72}),
+            "kv_source_layers: layer 3 names 0, but the last layer before it that is rotated alike and has latents for "
+            "others is None",
+        ),
+        (
+            *(LARGE, {"kv_source_layers": [0, 0, 2, 3, 2, 0, *range(6, 72)]}),
+            "kv_source_layers: layer 5 names 0, but the last layer before it that is rotated alike and has latents for "
+            "others is 2",
+        ),
         (HY4, {"mlp_layer_types": ["moe"] * 34}, "mlp_layer_types 'moe' is not supported; supported: dense, sparse"),
     ],
     ids=str,
@@ -120,6 +141,63 @@ def test_what_is_not_computed_is_refused_by_key_and_value(
     tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], complaint: str
 ) -> None:
     assert_refused(tmp_path, base, changes, complaint)
+
+
+def test_mistral_large_is_a_glm_5_that_shares_latents(tmp_path: Path) -> None:
+    sources = [0, 0, 0, 3, 4, 4, 4, 3, *range(8, 72)]
+    config = read(tmp_path, LARGE, kv_source_layers=sources)
+    assert is_native(tmp_path)
+    latent, mixture = config.latent, config.mixture
+    assert latent is not None
+    assert (latent.q_rank, latent.query_dim, latent.norm_eps, latent.interleaved) == (None, 128, 1e-5, True)
+    assert latent.unrotated == tuple(range(3, 72, 4))
+    assert latent.of_layer(3) == msgspec.structs.replace(latent, nope_dim=128, rope_dim=0)
+    assert latent.of_layer(4) is latent
+    assert [number for number in range(72) if latent.borrows(number)] == [1, 2, 5, 6, 7]
+    assert [number for number in range(72) if latent.lends(number)] == [0, 3, 4]
+    assert len({config.layers[number].rope for number in range(72)}) == 2
+    assert latent.index is not None
+    assert (latent.index.chosen, latent.index.reads_rows, latent.index.shared) == (2048, True, ())
+    assert latent.index.parameters(6144, 0) == 6144 * (32 * 128 + 128 + 32)
+    assert mixture == Mixture(
+        experts=128,
+        chosen=4,
+        intermediate_size=6144,
+        renormalised=True,
+        shared_size=6144,
+        shared_gated=False,
+        scoring="softmax",
+    )
+    assert (config.logits_softcap, config.max_positions, config.attention_scale) == (30.0, 1_048_576, 128**-0.5)
+    assert [layer.mixes for layer in config.layers] == [False] + [True] * 71
+
+
+def test_mistral_large_is_found_within_the_model_with_a_tower(tmp_path: Path) -> None:
+    text = {"model_type": "mistral_large4_text"}
+    whole = {"architectures": ["MistralLarge4ForConditionalGeneration"], "text_config": text, "dtype": "bfloat16"}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
+    assert read_model_config(tmp_path / "whole") == read(tmp_path / "alone", LARGE, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("published", "own"),
+    [
+        ("tok_embeddings.weight", "model.embed_tokens.weight"),
+        ("lerope.alpha", "model.rotary_emb.alpha"),
+        ("norm.weight", "model.norm.weight"),
+        ("output.weight", "lm_head.weight"),
+        ("layers.1.attention.wkv_a_with_mqa.weight", "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"),
+        ("layers.1.attention.indexer.ssmax_scaling.b", "model.layers.1.self_attn.indexer.softmax_scaling.bias"),
+        ("layers.1.gate.weight", "model.layers.1.mlp.gate.weight"),
+        ("layers.1.experts.3.w2.weight", "model.layers.1.mlp.experts.3.down_proj.weight"),
+        ("layers.1.shared_experts.w1.weight", "model.layers.1.mlp.shared_experts.gate_proj.weight"),
+        ("layers.0.feed_forward.w3.weight", "model.layers.0.mlp.up_proj.weight"),
+    ],
+)
+def test_names_of_mistral_large_are_the_librarys(published: str, own: str) -> None:
+    assert mistral_large.library_name(published) == own
+    assert mistral_large.library_name(own) == own
 
 
 def test_published_names_are_the_librarys() -> None:
@@ -139,3 +217,9 @@ def test_published_names_are_the_librarys() -> None:
 def test_the_simulation_knows_no_streams(tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"no models with several streams \(HYV4ForCausalLM\)"):
         read_shape(write(tmp_path, HY4), "auto")
+
+
+def test_the_simulation_knows_no_latents_that_layers_share(tmp_path: Path) -> None:
+    whole = {"architectures": ["MistralLarge4ForConditionalGeneration"], "text_config": {}}
+    with pytest.raises(BackendError, match=r"no models with latents that layers share \(MistralLarge4"):
+        read_shape(write(tmp_path, whole), "auto")
