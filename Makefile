@@ -23,7 +23,7 @@ KERNELS := $(VENV)/.kernels-built
 SOURCES := shared services kvstore deploy tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down test test-extras test-faults test-hosts test-ray test-kernels test-tiles test-slow fuzz test-gpu test-compose lint fmt proto bench bench-guard chaos docs wheels install-offline gpu-report house clean
+.PHONY: help setup up down test test-extras test-faults test-hosts test-ray test-kernels test-tiles test-slow fuzz test-gpu test-compose lint fmt proto bench bench-guard chaos hostile docs wheels install-offline gpu-report house clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^## / {print "\n" substr($$0, 4)} /^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -134,6 +134,10 @@ bench-guard: setup ## this checkout beside the last version; fails where it is s
 # Two of what it kills, and everything that a stack can have. Other layouts: make chaos ARGS="--tp 2 --pp 2".
 chaos: setup ## an hour of faults under load; shorter: make chaos ARGS="--duration 300"
 	@$(BIN)/baton chaos --duration 3600 --engines 2 --kvstore-memory 64MiB --redis --output-json chaos.json $(ARGS)
+
+# The KV memory is small, so that all of it is in use before the first pass is over: what grows then is kept for good.
+hostile: setup ## hostile clients beside good ones, twice each: texts, pauses, 5xx, file descriptors, memory; 10 minutes
+	@$(BIN)/baton chaos --faults calm,hostile --passes 2 --engines 1 --kvstore-memory 64MiB --output-json hostile.json $(ARGS)
 
 gpu-report: setup ## on a GPU: all measurements, stage by stage
 	@$(BIN)/baton bench gpu --out gpu-report $(ARGS)

@@ -18,6 +18,7 @@ from shared.ids import ModelName
 from shared.models.gguf_header import GgufError, check_gguf
 from shared.models.hub_download import HubModel
 from shared.models.model_files import ModelNotFound, hub_gguf, is_gguf, resolve_model
+from shared.private_files import expanded
 
 DEMO_MODEL = Path(__file__).with_name("demo") / "model"
 DEMO_NAME = "baton-demo"
@@ -37,8 +38,8 @@ def model_directory(model: str | None, *, weights: bool = True) -> Path:
         raise CommandError("--model is empty; a directory or a Hugging Face id is expected", status=2)
     if model is None and not (DEMO_MODEL / "config.json").is_file():
         raise CommandError(f"the demo model is not in {DEMO_MODEL}; name a model with --model")
-    if model is not None and is_gguf(model) and Path(model).expanduser().is_file():
-        return _converted(Path(model).expanduser().resolve())
+    if model is not None and is_gguf(model) and expanded(model).is_file():
+        return _converted(expanded(model).resolve())
     try:
         if model is not None and (file := hub_gguf(model, _say)) is not None:
             return _converted(file)
@@ -57,7 +58,7 @@ def served_name(model: str | None, name: str | None) -> ModelName:
         return ModelName(name)
     if model is None:
         return ModelName(DEMO_NAME)
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     if folder.is_file() and is_gguf(model):
         return ModelName(folder.stem)
     if folder.is_dir():
@@ -96,8 +97,8 @@ def model_folder(model: str | None, load_format: str | None, run_dir: Path) -> P
     CommandError."""
     if load_format != "dummy":
         return model_directory(model)
-    shape = None if model is None or Path(model).expanduser().is_dir() else shape_file(model)
-    if shape is None and model is not None and "/" not in model and not Path(model).expanduser().is_dir():
+    shape = None if model is None or expanded(model).is_dir() else shape_file(model)
+    if shape is None and model is not None and "/" not in model and not expanded(model).is_dir():
         shapes = ", ".join(shape_names())
         raise CommandError(
             f"--model {model}: with --load-format dummy a directory, a Hugging Face id or one of {shapes}"
@@ -151,7 +152,7 @@ def folder_with_tokenizer(model: Path, tokenizer: str, run_dir: Path, *, is_loca
 
 
 def _tokenizer_folder(tokenizer: str) -> Path:
-    folder = Path(tokenizer).expanduser()
+    folder = expanded(tokenizer)
     if folder.is_dir():  # as `save_pretrained` of a tokenizer writes it, without a config.json
         if not (folder / "tokenizer.json").is_file():
             raise CommandError(f"--tokenizer {tokenizer}: no tokenizer.json there", status=2)

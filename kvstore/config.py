@@ -11,6 +11,7 @@ from shared.addresses import is_loopback
 from shared.config import ServiceConfig
 from shared.ids import NodeId
 from shared.machine.numa import NumaMode
+from shared.private_files import expanded
 from shared.settings import ByteSize, ContainerVariable, Port, UpOption
 
 
@@ -131,4 +132,4 @@ class KvStoreConfig(ServiceConfig, frozen=True, kw_only=True):
 
     def path(self) -> Path:
         """The directory of arenas, with `~` expanded."""
-        return Path(self.directory).expanduser()
+        return expanded(self.directory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore.config import KvStoreConfig
@@ -12,6 +11,7 @@ from kvstore.tiers.plugin_tier import PluginRefused, plugin_tier
 from kvstore.tiers.segment_files import FolderRefused
 from kvstore.tiers.ssd_tier import SsdTier
 from kvstore.transfer.interface import BlockLender, CannotListen
+from shared.private_files import expanded
 
 if TYPE_CHECKING:
     from kvstore.tiers.peer_nodes import PeerNodes
@@ -45,7 +45,7 @@ def ssd_tier(config: KvStoreConfig) -> LowerTier | None:
     if config.kv_ssd is None:
         return None
     try:
-        return SsdTier(Path(config.kv_ssd).expanduser(), config.kv_ssd_size)
+        return SsdTier(expanded(config.kv_ssd), config.kv_ssd_size)
     except FolderRefused as error:
         raise TierUnavailable(f"kv-ssd: {error}") from None
 

@@ -7,8 +7,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
 
-import psutil
-
 from deploy.chaos.stack import ChaosStack
 from deploy.supervisor.operator_bus import operator_bus
 from deploy.supervisor.state_file import StackState
@@ -84,13 +82,3 @@ def held(heard: Mapping[str, Lifecycle]) -> dict[str, int]:
         if life.store is not None:
             found |= {f"{name}: pins": life.store.pinned, f"{name}: reserved slots": life.store.reserved}
     return {what: count for what, count in found.items() if count}
-
-
-def memory(state: StackState) -> dict[str, int]:
-    """Bytes that each process of the stack has for itself alone (USS): shared memory is the KV store's level."""
-    found = {}
-    named = {**{name: identity.pid for name, identity in state.processes.items()}, "supervisor": state.pid}
-    for name, pid in named.items():
-        with contextlib.suppress(psutil.Error):
-            found[name] = int(psutil.Process(pid).memory_full_info().uss)
-    return found

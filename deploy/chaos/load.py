@@ -58,6 +58,12 @@ class Stream(NamedTuple):
         points = [max(self.start, since), *(at for at in self.arrivals if at > since)]
         return max((later - before for before, later in pairwise(points)), default=0.0)
 
+    def longest_pause(self, since: float) -> float:
+        """The longest time in seconds between two of its tokens that ended after `since` (the greatest inter-token
+        latency)."""
+        pauses = (later - before for before, later in pairwise(self.arrivals) if later > since)
+        return max(pauses, default=0.0)
+
 
 def waits(streams: Sequence[Stream], since: float) -> list[float]:
     """For each stream its longest wait from `since` on; for one that failed until its client's next token, in another

@@ -7,10 +7,24 @@ from typing import Any
 
 from deploy.chaos.run import RoundResult
 from deploy.chaos.schedule import Case
+from deploy.chaos.usage import ProcessUsage
 from services.bench.report import Table, line, rule
 from services.bench.statistics import percentile
 
-HEADS = ("fault", "rounds", "streams", "equal", "errors", "lost", "altered", "p50 s", "p99 s", "late", "leaks")
+HEADS = (
+    "fault",
+    "rounds",
+    "streams",
+    "equal",
+    "errors",
+    "lost",
+    "altered",
+    "p50 s",
+    "p99 s",
+    "ITL max s",
+    "late",
+    "leaks",
+)
 SHOWN_MESSAGES = 5
 
 
@@ -29,6 +43,7 @@ def row_figures(case: Case, results: Sequence[RoundResult]) -> dict[str, Any]:
         "median_recovery_s": round(percentile(waits, 50), 3),
         "p99_recovery_s": round(percentile(waits, 99), 3),
         "max_recovery_s": round(max(waits, default=0.0), 3),
+        "max_itl_s": round(max((result.longest_pause for result in results), default=0.0), 3),
         "deadline_s": max((result.deadline for result in results), default=0.0),
         "late": sum(result.late for result in results),
         "leaks": sum(bool(result.leaks or result.unready or result.bugs) for result in results),
@@ -47,11 +62,13 @@ def figures(
     results: Sequence[RoundResult],
     cases: Sequence[Case],
     skipped: Mapping[str, str],
-    memory: Sequence[Mapping[str, int]],
+    usage: Sequence[Mapping[str, ProcessUsage]],
     broken: str | None = None,
+    grown: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """All that a run found, for JSON. `memory`: bytes of each process, before the first round and after each.
-    `broken`: why it could not go on."""
+    """All that a run found, for JSON. `usage`: of each process, before the first round and after each.
+    `broken`: why it could not go on. `grown`: bytes by which processes are too large in the end."""
+    larger = [f"{name} has grown by {size >> 20} MiB" for name, size in (grown or {}).items()]
     struck = {result.case for result in results}
     return {
         "rounds": len(results),
@@ -66,10 +83,20 @@ def figures(
         "matrix": matrix(results),
         "no_round": [str(case) for case in cases if case not in struck],
         "skipped": dict(skipped),
-        "memory_bytes": {"before": sum(memory[0].values()), "after": sum(memory[-1].values())} if memory else {},
-        "memory_by_process": {"before": dict(memory[0]), "after": dict(memory[-1])} if memory else {},
-        "problems": [*problems(results), *([broken] if broken is not None else [])],
+        "memory_bytes": {when: sum(each.memory for each in found.values()) for when, found in _ends(usage).items()},
+        "memory_by_process": {
+            when: {name: each.memory for name, each in found.items()} for when, found in _ends(usage).items()
+        },
+        "descriptors_by_process": {
+            when: {name: each.descriptors for name, each in found.items()} for when, found in _ends(usage).items()
+        },
+        "notes": [f"{result.case}: {note}" for result in results for note in result.notes],
+        "problems": [*problems(results), *larger, *([broken] if broken is not None else [])],
     }
+
+
+def _ends(usage: Sequence[Mapping[str, ProcessUsage]]) -> dict[str, Mapping[str, ProcessUsage]]:
+    return {"before": usage[0], "after": usage[-1]} if usage else {}
 
 
 def problems(results: Sequence[RoundResult]) -> list[str]:
@@ -90,6 +117,7 @@ def round_line(number: int, result: RoundResult) -> str:
     """A round in one line, as it is shown while the run goes on."""
     worst = max(result.waits, default=0.0)
     parts = [f"{len(result.streams)} streams, {result.equal} equal", f"longest wait {worst:.1f} s"]
+    parts += [f"longest pause {result.longest_pause:.2f} s", *result.notes]
     parts += [f"{count} {what}" for what, count in _trouble(result).items() if count]
     return f"{number + 1:4} {result.case.fault} {result.victim}: {', '.join(parts)}"
 
@@ -116,6 +144,7 @@ def text(found: Mapping[str, Any]) -> str:
     lines += [line("Late (deadline + 5 s):", found["late"]), line("Rounds with leaks:", found["leaks"])]
     if used := found["memory_bytes"]:
         lines.append(line("Memory before, after (MiB):", f"{used['before'] >> 20}, {used['after'] >> 20}"))
+    lines += _usage_lines(found)
     lines += [f"skipped: {name}: {why}" for name, why in found["skipped"].items()]
     if found["no_round"]:
         lines.append(f"no time for: {', '.join(found['no_round'])}")
@@ -125,8 +154,20 @@ def text(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _usage_lines(found: Mapping[str, Any]) -> list[str]:
+    """A line for each process: its memory and file descriptors before and after."""
+    memory, descriptors = found["memory_by_process"], found["descriptors_by_process"]
+    lines = []
+    for name, before in memory.get("before", {}).items():
+        if name in memory["after"]:
+            sizes = f"{before >> 20} -> {memory['after'][name] >> 20} MiB"
+            counts = f"{descriptors['before'][name]} -> {descriptors['after'][name]} file descriptors"
+            lines.append(f"{name}: {sizes}, {counts}")
+    return lines
+
+
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     counts = (row[key] for key in ("rounds", "streams", "equal", "errors", "lost", "altered"))
-    times = f"{row['median_recovery_s']:.2f}", f"{row['p99_recovery_s']:.2f}"
+    times = f"{row['median_recovery_s']:.2f}", f"{row['p99_recovery_s']:.2f}", f"{row['max_itl_s']:.2f}"
     name = f"{row['fault']} {row['target']}".rstrip()
     return (name, *map(str, counts), *times, str(row["late"]), str(row["leaks"]))

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from deploy.chaos.checks import StackWatch, memory, stack_watch
+from deploy.chaos.checks import StackWatch, stack_watch
 from deploy.chaos.faults.fault import FailureKind, Fault
 from deploy.chaos.load import POLL, Load, Stream, first_difference, waits
 from deploy.chaos.schedule import Case, Strike, cases_of, strikes
 from deploy.chaos.stack import SUPERVISOR, ChaosStack
+from deploy.chaos.usage import ProcessUsage, grown, usage
 from deploy.errors import CommandError
 
 RECOVERY = 5.0
@@ -46,6 +47,10 @@ class RoundResult(NamedTuple):
     allowed: frozenset[FailureKind]
     complaints: tuple[str, ...] = ()
     """What the fault itself found wrong."""
+    notes: tuple[str, ...] = ()
+    """What else it has to say."""
+    longest_pause: float = 0.0
+    """Seconds between two tokens of any stream, from the strike on."""
 
     @property
     def equal(self) -> int:
@@ -77,6 +82,8 @@ class ChaosOptions(NamedTuple):
     clients: int
     tokens: int
     """Of each answer."""
+    passes: int | None = None
+    """Over all cases; None: as many as `duration` has room for, which counts for nothing otherwise."""
 
 
 class ChaosRun:
@@ -96,8 +103,8 @@ class ChaosRun:
                 if fault.name not in self.skipped
             }
         )
-        self.memory: list[Mapping[str, int]] = []
-        """Bytes of each process, before the first round and after each."""
+        self.usage: list[Mapping[str, ProcessUsage]] = []
+        """Of each process, before the first round and after each."""
         self.broken: str | None = None
         """Why the run could not go on."""
         self._undisturbed: list[Stream] = []
@@ -111,11 +118,11 @@ class ChaosRun:
         try:
             async with stack_watch(state) as watch:
                 await self._learn_texts(load)
-                self.memory.append(memory(self._stack.state))
+                self.usage.append(usage(self._stack.state))
                 for strike in self._strikes():
                     try:
                         result = await self._round(strike, load, watch)
-                        self.memory.append(memory(self._stack.state))
+                        self.usage.append(usage(self._stack.state))
                     except CommandError as error:
                         self.broken = f"{strike.case}: {error}"
                         break
@@ -127,10 +134,16 @@ class ChaosRun:
             load.close()
         return results
 
+    @property
+    def grown(self) -> Mapping[str, int]:
+        """By how many bytes processes grew after the first pass over all cases, where that is too much."""
+        first = len(self.cases)
+        return grown(self.usage[first], self.usage[-1]) if len(self.usage) > first else {}
+
     def _strikes(self) -> Iterator[Strike]:
-        end = time.monotonic() + self._options.duration
+        end, passes = time.monotonic() + self._options.duration, self._options.passes
         for strike in strikes(self.cases, self._options.seed):
-            if time.monotonic() >= end:
+            if strike.number >= passes * len(self.cases) if passes is not None else time.monotonic() >= end:
                 return
             yield strike
 
@@ -161,7 +174,8 @@ class ChaosRun:
             over.set()
         streams = tuple(stream for stream in await clients if stream.end > struck)
         leaks = await watch.until_at_rest(REST_DEADLINE)
-        complaints, stack.complaints = tuple(stack.complaints), []
+        complaints, notes = tuple(stack.complaints), tuple(stack.notes)
+        stack.complaints, stack.notes = [], []
         ended = [stream for stream in streams if stream.failure is None]
         return RoundResult(
             case=strike.case,
@@ -176,6 +190,8 @@ class ChaosRun:
             bugs=stack.bugs() - bugs,
             allowed=allowed,
             complaints=complaints,
+            notes=notes,
+            longest_pause=max((stream.longest_pause(struck) for stream in streams), default=0.0),
         )
 
 

@@ -22,6 +22,7 @@ from deploy.supervisor.log_files import log_files
 from deploy.supervisor.orphans import end_stack
 from deploy.supervisor.processes import ProcessIdentity, start_time
 from deploy.supervisor.state_file import MemberRecord, StackState, read_state
+from shared.private_files import expanded
 
 SUPERVISOR = "supervisor"
 ORPHAN_TIMEOUT = "--orphan-timeout=60"
@@ -60,6 +61,8 @@ class ChaosStack:
         self._behind_proxy = "proxy" in needs
         self.complaints: list[str] = []
         """What a fault itself found wrong, until the round is over."""
+        self.notes: list[str] = []
+        """What else it has to say of the round."""
         self._argv = ["up", "--port=0", ORPHAN_TIMEOUT, *argv, "--run-dir", str(run_dir)]
         if model_copy is not None:
             self._argv.append(f"--model={model_copy.folder}")
@@ -146,7 +149,7 @@ def chaos_stack(
     logs are gone then, too. `model` is the one that it serves, if a copy is needed. Raises CommandError where it does
     not end."""
     with tempfile.TemporaryDirectory(prefix="baton-chaos-") as folder:
-        where = Path(folder, "stack") if run_dir is None else run_dir.expanduser().absolute()
+        where = Path(folder, "stack") if run_dir is None else expanded(run_dir).absolute()
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
         copy = ModelCopy(model, Path(folder, "models", model.name)) if "model copy" in needs and model else None
         library = faketime_library() if "clock" in needs else None

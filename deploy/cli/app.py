@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from deploy.cli import end_at_once, raise_interrupt
 from deploy.errors import CommandError
+from shared.private_files import NoHome
 
 RUN, USE, WATCH, OPERATE = "Run", "Use", "Watch and diagnose", "Operate"
 MEASURE, DEBUG = "Measure and size", "Develop"
@@ -202,6 +203,9 @@ def main() -> None:
     except CommandError as error:
         print(f"baton: {error}", file=sys.stderr)
         raise SystemExit(error.status) from None
+    except NoHome as error:
+        print(f"baton: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     except BrokenPipeError:  # the reader of a pipe went away: `baton logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None

@@ -28,6 +28,7 @@ from deploy.launchers import PoolChange
 from deploy.launchers.supervisor_launcher import SupervisorLauncher
 from deploy.supervisor.core.plan import SCALABLE
 from deploy.supervisor.operator_bus import ask_admin
+from shared.private_files import expanded
 
 
 def down(
@@ -212,7 +213,7 @@ def lora(
         case LoraAction.LOAD:
             if adapter is None or folder is None:
                 raise CommandError("baton lora load NAME FOLDER: a name and a folder are expected", status=2)
-            body = {"lora_name": adapter, "lora_path": str(folder.expanduser().absolute())}
+            body = {"lora_name": adapter, "lora_path": str(expanded(folder).absolute())}
             print(post(url, api_key, "/v1/load_lora_adapter", body))
         case LoraAction.UNLOAD:
             if adapter is None or folder is not None:

@@ -10,6 +10,7 @@ import typer
 from deploy.errors import CommandError
 from deploy.supervisor.state_file import StackState, default_run_dir, is_held, read_state
 from shared.config import home_folder
+from shared.private_files import expanded
 
 Name = Annotated[str, typer.Option("--name", help="Name of the stack.", envvar="BATON_NAME")]
 RunDir = Annotated[
@@ -35,7 +36,7 @@ KubernetesNamespace = Annotated[str, typer.Option("--kubernetes-namespace", help
 def run_dir_of(name: str, run_dir: Path | None) -> Path:
     """Raises CommandError for a name that is none."""
     if run_dir is not None:
-        return run_dir.expanduser().absolute()
+        return expanded(run_dir).absolute()
     try:
         return default_run_dir(name, home_folder())
     except OSError as error:

@@ -25,7 +25,7 @@ from deploy.supervisor.spec import StackSpec
 from shared.ids import EngineId, InstanceId, ModelName
 from shared.messages.lifecycle import Service
 from shared.packing import NOT_DECODED
-from shared.private_files import private_opener, replace_private
+from shared.private_files import expanded, private_opener, replace_private
 from shared.supervision import supervisor_lives
 
 STATE = "state.json"
@@ -191,7 +191,7 @@ def shared_memory() -> Path:
 
 def directory_of(run_dir: Path) -> Path:
     """One for each run directory, by its name and a digest of its path."""
-    where = run_dir.expanduser().absolute()
+    where = expanded(run_dir).absolute()
     digest = blake2b(os.fsencode(where), digest_size=6).hexdigest()
     return shared_memory() / f"baton-{where.name[:64]}-{os.getuid()}-{digest}"
 

@@ -320,8 +320,10 @@ class Gateway(Actor):
                 await self.requests.record_lifecycle(message)
             case Tick():
                 self._ticks += 1
-                if self._listens and self._ticks % 4 == 0:
-                    await self.server.refresh_date()
+                if self._ticks % 4 == 0:
+                    self._bodies.budget.give_back_memory()
+                    if self._listens:
+                        await self.server.refresh_date()
                 self.peers.expire(message.alive_now)
                 await self.requests.tick(message.now)
                 await self.streams.tick()

@@ -20,6 +20,7 @@ from services.tokenizer.config import TokenizerConfig
 from services.worker.config import WorkerConfig
 from shared.addresses import rendezvous_file
 from shared.config import ConfigError, ServiceConfig, load_config
+from shared.private_files import expanded
 
 C = TypeVar("C", bound=ServiceConfig)
 
@@ -174,5 +175,5 @@ def _flag(key: str, value: Any) -> str:
 
 def model_name(model: str, served_model_name: str | None) -> str:
     """Returns the model's name in answers: by default that of its directory or repository."""
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     return served_model_name or (folder.resolve().name if folder.is_dir() else model)

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from kvstore.connectors.installed import ConnectorRefused
 from services.worker.actor import WorkerActor
@@ -30,6 +29,7 @@ from shared.machine.heap import give_back_freed_memory
 from shared.machine.numa import allowed_cpus
 from shared.messages.worker import SleepLevel
 from shared.models.lora_registry import LoraRegistry
+from shared.private_files import expanded
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ async def build(
 def make_meter(config: WorkerConfig, backend: Backend) -> FlopsMeter | None:
     """What estimates the operations of a rank's steps; None where the shape of its model is not in a folder here."""
     try:
-        shape = read_shape(Path(config.model).expanduser(), backend.card.dtype)
+        shape = read_shape(expanded(config.model), backend.card.dtype)
     except BackendError:
         return None
     return FlopsMeter(shape, config.world_size, peak_flops(backend.device_name, backend.card.dtype))
@@ -85,7 +85,7 @@ def run_rank(config: WorkerConfig, serve: Callable[[RankSleep], None], *program:
     its module and, where several services share it, the one that the rank's flags follow. Exits with CANNOT_SERVE where
     the model cannot be served with these settings, with HUNG where a step never ended."""
     processors = allowed_cpus()
-    sleep = RankSleep(_LEVELS[config.asleep], partial(discard_pages, Path(config.model).expanduser()))
+    sleep = RankSleep(_LEVELS[config.asleep], partial(discard_pages, expanded(config.model)))
     try:
         _serve(config, serve, sleep)
     except BaseException:

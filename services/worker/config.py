@@ -21,6 +21,7 @@ from shared.ids import EngineId, Incarnation, ModelName
 from shared.machine.numa import NumaMode
 from shared.messages.model_card import SamplingDefaults
 from shared.models.generation_config import GenerationConfigError, read_override, read_sampling_defaults
+from shared.private_files import expanded
 from shared.settings import ByteSize, ContainerVariable, UpOption
 
 
@@ -434,7 +435,7 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
 
     def model_name(self) -> ModelName:
         """What clients call the model: by default a directory's name, or the repository's as it is."""
-        folder = Path(self.model).expanduser()
+        folder = expanded(self.model)
         return ModelName(self.served_model_name or (folder.resolve().name if folder.is_dir() else self.model))
 
     def place(self) -> RankIdentity:

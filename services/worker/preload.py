@@ -11,13 +11,14 @@ from services.worker.config import WorkerConfig
 from services.worker.executor.backend_choice import make_backend  # noqa: F401
 from services.worker.models.weight_files import read_ahead
 from shared.config import load_config
+from shared.private_files import expanded
 
 
 def preload(flags: Sequence[str]) -> None:
     """Imports all that a worker with these flags will; beside it the kernel reads the weights. Raises ConfigError,
     ImportError."""
     config = load_config("worker", WorkerConfig, flags)
-    folder = Path(config.model).expanduser()
+    folder = expanded(config.model)
     with read_ahead(folder) if config.reads_all_weights_here and folder.is_dir() else nullcontext():
         _import_all(config, folder)
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from shared.messages.model_card import SamplingDefaults
+from shared.private_files import expanded
 
 FILE = "generation_config.json"
 OWN, NEUTRAL = "auto", "vllm"
@@ -67,7 +68,7 @@ def read_override(text: str) -> Struct:
 def _read(model: Path, choice: str) -> _RawSampling:
     if choice == NEUTRAL:
         return _RawSampling()
-    path = (model if choice == OWN else Path(choice).expanduser()) / FILE
+    path = (model if choice == OWN else expanded(choice)) / FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=_RawSampling)
     except FileNotFoundError:

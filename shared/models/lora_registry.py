@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.ids import ModelName
-from shared.private_files import replace_private
+from shared.private_files import expanded, replace_private
 
 MAX_REGISTERED_LORAS = 256
 """Adapters of one engine: each of its heartbeats names them all."""
@@ -54,7 +54,7 @@ class LoraRegistry:
     """Owns nothing but the path: each call reads the file, as other processes write it, too. All calls may block."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path.expanduser()
+        self.path = expanded(path)
 
     def version(self) -> RegistryVersion:
         """What the file is now; NO_FILE where there is none. Raises LoraRegistryError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shared.models.hub_download import HubModel, Say, fetched, hub_errors, listed
+from shared.private_files import expanded
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 EXPECTED = (
@@ -28,7 +29,7 @@ def resolve_model(model: str, *, weights: bool, say: Say | None = None) -> Path:
     `weights=False` fetches everything but the safetensors. `say` is told how much is fetched, and how long it took.
     Raises ModelNotFound.
     """
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelNotFound(f"{folder}: no config.json there; a Hugging Face model directory is needed")
@@ -53,7 +54,7 @@ def hub_gguf(model: str, say: Say | None = None) -> Path | None:
     """The GGUF file of a repository that `model` names as OWNER/NAME:QUANTIZATION, fetched unless it is here; None for
     every other name. Raises ModelNotFound."""
     hub = HubModel.parse(model)
-    if hub.quantization is None or Path(model).expanduser().exists():
+    if hub.quantization is None or expanded(model).exists():
         return None
     _check_name(model, hub)
     try:

@@ -1,4 +1,5 @@
-"""A minute of `baton chaos`: whatever it strikes, no stream is lost or altered, and nothing stays held."""
+"""A minute of `baton chaos`: whatever it strikes, no stream is lost or altered, and nothing stays held; and some of its
+hostile clients, of whom `make hostile` has all."""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ STACK = ("--engines=2", "--kvstore-memory=64MiB", "--redis", "--device=cpu", "--
 LOAD = ("--duration=45", "--streams=6", "--tokens=50", "--seed=1")
 
 
+HOSTILE = ("json", "half-closed", "no-http", "cut-uploads", "many-outputs", "images")
+
+
 def run_chaos(run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Ends the stack, too, if the command itself hangs."""
     baton = [sys.executable, "-m", "deploy.cli"]
-    command = [*baton, "chaos", FAULTS, *LOAD, *STACK, f"--run-dir={run_dir}", "--json", *options]
+    command = [*baton, "chaos", *options, f"--run-dir={run_dir}", "--json"]
     try:
         return subprocess.run(
             command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE, preexec_fn=die_with_parent
@@ -35,7 +39,7 @@ def run_chaos(run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(DEADLINE + 60)
 @pytest.mark.features("re-dispatch")
 def test_no_stream_is_lost_or_altered_and_nothing_stays_held(tmp_path: Path) -> None:
-    done = run_chaos(tmp_path / "stack")
+    done = run_chaos(tmp_path / "stack", FAULTS, *LOAD, *STACK)
     found = json.loads(done.stdout)
     assert done.returncode == 0, (found["problems"], done.stderr)
     assert found["rounds"] > 0
@@ -43,3 +47,17 @@ def test_no_stream_is_lost_or_altered_and_nothing_stays_held(tmp_path: Path) -> 
     assert found["streams"] == sum(row["equal"] + row["errors"] for row in found["matrix"])
     assert all(row["errors"] == 0 for row in found["matrix"] if row["target"] != "gateway")
     assert read_state(tmp_path / "stack") is None, "its stack is still there"
+
+
+@pytest.mark.timeout(DEADLINE + 60)
+def test_hostile_clients_harm_nobody_and_everything_is_given_back(tmp_path: Path) -> None:
+    faults = f"--faults=calm,{','.join(f'hostile:{name}' for name in HOSTILE)}"
+    stack = ("--engines=1", "--kvstore-memory=64MiB", "--device=cpu")
+    done = run_chaos(tmp_path / "stack", faults, "--passes=1", "--streams=4", "--tokens=50", *stack)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, (found["problems"], done.stderr)
+    assert {row["target"] for row in found["matrix"]} == {"", *HOSTILE}
+    assert found["streams"] == sum(row["equal"] for row in found["matrix"])
+    answers = {note.split(": ")[0]: note.split(": ")[1] for note in found["notes"]}
+    assert all("4" in answers[f"hostile {name}"] for name in ("json", "no-http", "many-outputs", "images")), answers
+    assert "12 x 200" in answers["hostile many-outputs"], "what was within its limits is answered"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from deploy.chaos.faults.connections import CutConnection, RedisLoss, RedisSession, SilentConnection, SlowConnection
 from deploy.chaos.faults.fault import Fault
+from deploy.chaos.faults.hostile import Calm, HostileClients
 from deploy.chaos.faults.machine import ClockJump, FullDisk, LinkDown, LowRate, MissingWeights, TruncatedWeights
 from deploy.chaos.faults.operations import BadRequests, ScaleAndDrain
 from deploy.chaos.faults.processes import Kill, Pause, Stop, Terminate
@@ -26,6 +27,8 @@ FAULTS: Mapping[str, Fault] = {
         RedisLoss(),
         ScaleAndDrain(),
         BadRequests(),
+        HostileClients(),
+        Calm(),
         MissingWeights(),
         TruncatedWeights(),
         LinkDown(),

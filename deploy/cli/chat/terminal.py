@@ -20,7 +20,7 @@ from deploy.cli.chat.conversation import Chat
 from deploy.cli.chat.markdown import show_markdown
 from deploy.errors import CommandError
 from shared.config import home_folder, process_environment
-from shared.private_files import PRIVATE_FOLDER, private_opener
+from shared.private_files import PRIVATE_FOLDER, expanded, private_opener
 
 KEYS = "Enter sends, Alt-Enter begins a new line, Ctrl-C breaks an answer off, Ctrl-D ends; /help says what else."
 HELP = """\
@@ -125,7 +125,7 @@ class Terminal:
     def _save(self, name: str) -> None:
         if not name:
             raise CommandError("/save FILE: which file?")
-        path = Path(name).expanduser()
+        path = expanded(name)
         self._chat.save(path)
         print(f"{len(self._chat.messages())} messages are in {path}")
 

@@ -55,6 +55,7 @@ from services.worker.speculation.settings import SpeculationError, check_support
 from shared.config import ConfigError, ServiceConfig, load_config, process_environment
 from shared.ids import ModelName
 from shared.plugins.entry_points import PluginError
+from shared.private_files import expanded
 from shared.settings import settings_of
 
 _Part = TypeVar("_Part", StackSpec, ModelSpec)
@@ -282,7 +283,7 @@ def _of_several(
 
 def _with_model(counts: Counts, stack: StackSettings, dealt: Mapping[str, Any], model: Path) -> Counts:
     """With what the model decides of them. Raises CommandError for pools, ranks and stages that it cannot have."""
-    check_engines(stack, dealt["pp"], dealt["prefill_context_parallel_size"], model)
+    check_engines(stack, dealt["pp"], dealt["prefill_context_parallel_size"], dealt["data_parallel_size"], model)
     return replace(counts, encoder=encoders(stack, model), hands_over=hands_over(model))
 
 
@@ -433,7 +434,7 @@ def drafting(text: str | None, *, device: str | None, stages: int) -> str | None
     except SpeculationError as error:
         raise CommandError(f"--{error}", status=2) from None
     if settings.model is not None:
-        folder = Path(settings.model).expanduser()
+        folder = expanded(settings.model)
         if not folder.is_dir():
             raise CommandError(f"--speculative: model {settings.model}: there is no such directory", status=2)
         settings = msgspec.structs.replace(settings, model=str(folder.absolute()))

@@ -17,6 +17,7 @@ from deploy.cli.up.options import Detach, StackAssignments, offers, with_options
 from deploy.errors import CommandError
 from deploy.supervisor.background import check_free, start_in_background
 from shared.config import process_environment, replace_environment
+from shared.private_files import expanded
 
 
 def up(
@@ -59,7 +60,7 @@ def up(
 def fetch_to(folder: str) -> None:
     """Has this process, and those that it starts, look for repositories of the hub in `folder`, which need not exist;
     the hub's library reads that as it is loaded."""
-    replace_environment({**process_environment(), "HF_HUB_CACHE": str(Path(folder).expanduser().absolute())})
+    replace_environment({**process_environment(), "HF_HUB_CACHE": str(expanded(folder).absolute())})
 
 
 def check_run_dir(path: Path) -> None:

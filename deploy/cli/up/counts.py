@@ -127,9 +127,9 @@ def check_hand_overs(values: Mapping[str, Any], *, prefill: int, decode: int, ha
             raise CommandError(f"{option}: hands over through a KV store: --kvstore-memory SIZE", status=2)
 
 
-def check_engines(stack: StackSettings, pp: int, context_parallel: int, model: Path) -> None:
-    """Raises CommandError for pools, ranks and stages of a model with an encoder: its engines hand nothing over, and
-    are a rank each."""
+def check_engines(stack: StackSettings, pp: int, context_parallel: int, data_parallel: int, model: Path) -> None:
+    """Raises CommandError for pools, ranks, stages and groups of a model with an encoder: its engines hand nothing
+    over, and are a rank each, with all of it."""
     if hands_over(model):
         return
     for option, asked, why in (
@@ -138,6 +138,7 @@ def check_engines(stack: StackSettings, pp: int, context_parallel: int, model: P
         (f"--tp {stack.tp}", stack.tp > 1, "one rank computes it"),
         (f"--pp {pp}", pp > 1, "one rank computes it"),
         (f"--prefill-context-parallel-size {context_parallel}", context_parallel > 1, "one rank computes it"),
+        (f"--data-parallel-size {data_parallel}", data_parallel > 1, "its engines share nothing"),
     ):
         if asked:
             sentence = f"an encoder reads what is sent to {model}, and {why}"

@@ -13,6 +13,7 @@ from shared.config import process_environment
 from shared.machine.gpu_topology import GpuTopology, TopologyError, parse_matrix
 from shared.machine.numa import allowed_cpus, compute_nodes, read_nodes
 from shared.machine.nvml import read_topology
+from shared.private_files import expanded
 
 Settings = Mapping[str, Mapping[str, str]]
 
@@ -48,7 +49,7 @@ def gpus_here() -> GpuTopology | None:
 def recorded_topology(file: Path) -> GpuTopology:
     """What `nvidia-smi topo -m` printed once. Raises CommandError."""
     try:
-        return parse_matrix(file.expanduser().read_text())
+        return parse_matrix(expanded(file).read_text())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise CommandError(f"--gpu-topology {file}: {reason}; auto, off or a file", status=2) from None

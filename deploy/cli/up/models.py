@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from deploy.cli.up.options import STACK, Offer, offers
@@ -13,6 +12,7 @@ from deploy.supervisor.core.plan import name_prefix
 from deploy.supervisor.settings import SIZE, StackSettings
 from deploy.supervisor.spec import ModelSpec
 from shared.ids import ModelName
+from shared.private_files import expanded
 from shared.settings import settings_of
 
 SERVICES_OF_A_MODEL = frozenset({"tokenizer", "encoder", "detokenizer", "scheduler", "worker"})
@@ -69,7 +69,7 @@ def chosen_models(typed: Sequence[str]) -> tuple[ChosenModel, ...]:
 def _chosen(text: str) -> ChosenModel:
     """A file or folder may have a `=` in its name."""
     name, equals, source = text.partition("=")
-    if not equals or Path(text).expanduser().exists():
+    if not equals or expanded(text).exists():
         return ChosenModel(served_name(text, None), text, is_named=False)
     if not name.strip() or not source.strip():
         raise CommandError(f"--model {text}: NAME=PATH_OR_ID is expected", status=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from deploy.errors import CommandError
@@ -14,6 +13,7 @@ from deploy.supervisor.spec import ClusterSpec, HostsSpec, TlsFiles
 from shared.addresses import is_loopback, is_private
 from shared.config import process_environment
 from shared.ids import NodeId
+from shared.private_files import expanded
 
 MIN_TOKEN_LENGTH = 16
 
@@ -75,7 +75,7 @@ def _check_network(host: str, node_rank: int, tls: TlsFiles | None, *, outside_b
 def _tls_files(stack: StackSettings) -> TlsFiles | None:
     """None where none are given. Raises CommandError where some are missing."""
     given = {"--tls-ca": stack.tls_ca, "--tls-cert": stack.tls_cert, "--tls-key": stack.tls_key}
-    found = {flag: Path(path).expanduser().absolute() for flag, path in given.items() if path is not None}
+    found = {flag: expanded(path).absolute() for flag, path in given.items() if path is not None}
     for flag, path in found.items():
         if not path.is_file():
             raise CommandError(f"{flag} {path}: there is no such file", status=2)

@@ -17,6 +17,7 @@ from deploy.supervisor.servers.arenas import default_memory, fits, free_memory
 from deploy.supervisor.spec import EmbeddedRedis, OutsideRedis, StackSpec, StoreSpec
 from deploy.supervisor.state_file import shared_memory
 from shared.ids import NodeId, checked_instance
+from shared.private_files import expanded
 from shared.settings import parse_bytes
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
@@ -81,7 +82,7 @@ def ssd_settings(values: Mapping[str, Any], *, has_store: bool) -> dict[str, str
         raise CommandError("--kv-ssd is a tier of the KV store, and there is none: --kvstore-memory SIZE", status=2)
     if folder is None and "kv_ssd_size" in values:
         raise CommandError("--kv-ssd-size is the size of --kv-ssd FOLDER, which is not given", status=2)
-    return {} if folder is None else {"kv_ssd": str(Path(folder).expanduser().absolute())}
+    return {} if folder is None else {"kv_ssd": str(expanded(folder).absolute())}
 
 
 def _store_memory(text: str | None, left: StackSpec | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import select
 import signal
 import socket
@@ -35,9 +36,11 @@ TEMPLATE = "template"
 """Forks what needs PyTorch: workers and encoders."""
 SERVICE_TEMPLATE = "service-template"
 """Forks all that needs no PyTorch, and does not carry it about."""
-FORK_TIMEOUT = 5.0
-"""Seconds. A fork takes 10 ms, 100 on a machine that is overloaded; a template that takes longer is given up. Nothing
-else is looked after meanwhile, so that one that stands still is not waited for."""
+FORK_TIMEOUT = 0.5
+"""Seconds. A fork takes 10 ms, 100 on a machine that is overloaded. Nothing else is looked after meanwhile, so then the
+process is started in the usual way; what the template forks later all the same is ended at once."""
+SILENCE_TIMEOUT = 30.0
+"""Seconds that a template may owe the answer to a request that was not waited for; then it is given up."""
 _LOOK_EVERY = 0.1
 REPORT_TIMEOUT = 1.0
 """Seconds from the end of a forked process to the template's word on how it ended."""
@@ -69,6 +72,10 @@ class TemplateProcess:
         """Status by pid, until it is asked for."""
         self._forked: int | None = None
         """The pid of the request under way, once it runs."""
+        self._overdue_since: float | None = None
+        """Since when it owes the answer to a request that is not waited for any more."""
+        self._unwanted = set[int]()
+        """Pids of what it forked too late, until it tells their end."""
 
     @property
     def is_settled(self) -> bool:
@@ -92,6 +99,7 @@ class TemplateProcess:
         one of them. Where that cannot be, there is none. Needs a running event loop."""
         self._starts += 1
         self._began, self._warm = time.monotonic(), False
+        self._overdue_since = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         padding = " " * _ARGV_ROOM
         modules = ",".join(sorted(self._modules))
@@ -112,6 +120,11 @@ class TemplateProcess:
             return None
         if argv[2] not in self._modules or len(environment[NAME_MARK].encode()) > MAX_NAME_BYTES:
             return None
+        self.read()
+        if self._overdue_since is not None:
+            if time.monotonic() - self._overdue_since > SILENCE_TIMEOUT:
+                self._give_up(f"no answer for {SILENCE_TIMEOUT:g} s")
+            return None
         request = encode(ForkProcess(argv[2], tuple(argv[3:]), dict(environment)))
         self._forked, deadline = None, time.monotonic() + FORK_TIMEOUT
         try:
@@ -119,17 +132,24 @@ class TemplateProcess:
         except OSError as error:  # among others too long a message
             log.warning("not forked", extra={"error": str(error)})
             return None
-        while self._control is not None and self._forked is None and self._warm and time.monotonic() < deadline:
+        while self._awaits and time.monotonic() < deadline:
             answered, _, _ = select.select([self._control], [], [], _LOOK_EVERY)
             self.read()
             if not answered and self._stands_still:
-                break
-        if self._forked is not None:
-            return ForkedProcess(self, self._forked)
-        if not self._refused:
-            log.warning("not forked", extra={"error": "no answer of the template"})
-            self.close()
-        return None
+                self._give_up("it stands still")
+        if self._awaits:
+            log.warning("not forked", extra={"error": "no answer of the template yet"})
+            self._overdue_since = time.monotonic()
+        return None if self._forked is None else ForkedProcess(self, self._forked)
+
+    @property
+    def _awaits(self) -> bool:
+        """Whether the answer to the request under way may come yet."""
+        return self._control is not None and self._forked is None and self._warm
+
+    def _give_up(self, why: str) -> None:
+        log.warning("template given up", extra={"child": self.name, "error": why})
+        self.close()
 
     def read(self) -> None:
         """Takes in all that it has said."""
@@ -149,14 +169,28 @@ class TemplateProcess:
                     self._warm, self._starts = True, 1
                     log.info("template warm", extra={"child": self.name, "seconds": round(seconds, 3)})
                 case ProcessForked(pid):
-                    self._forked = pid
+                    self._take(pid)
                 case ForkedExited(pid, status):
-                    self._exits[pid] = status
+                    if pid not in self._unwanted:
+                        self._exits[pid] = status
+                    self._unwanted.discard(pid)
                 case ForkRefused(reason):
                     self._warm, self._refused = False, True
                     log.warning("processes are not forked", extra={"child": self.name, "reason": reason})
                 case other:
                     assert_never(other)
+
+    def _take(self, pid: int) -> None:
+        """A process that was forked too late runs elsewhere by now. It has the template for its parent, which waits for
+        it: its pid is no other's before its end is told."""
+        if self._overdue_since is None:
+            self._forked = pid
+            return
+        self._overdue_since = None
+        self._unwanted.add(pid)
+        log.warning("forked too late", extra={"child": self.name, "pid": pid})
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
     def status_of(self, pid: int) -> int | None:
         """How a forked process ended, once; None where that was not said."""

@@ -23,6 +23,7 @@ from services.gateway.api.response import ResponseOutcome
 from services.gateway.core.api_keys import ANONYMOUS
 from services.gateway.metrics import BODY_BYTES, ERRORS
 from shared.ids import ModelName
+from shared.machine.heap import give_back_freed_memory
 from shared.telemetry.logs import record_trace
 from shared.telemetry.tracing import RequestSpan
 
@@ -40,6 +41,9 @@ SMALL_BODY = 64 * 2**10
 """Bodies up to this size may use the whole budget, larger ones `LARGE_SHARE` of it: requests of a usual size are read
 while large ones wait."""
 LARGE_SHARE = 0.75
+MEMORY_BODY = 2**20
+"""Bytes of a body that leaves so much freed memory behind that it is given back to the system: it is there several
+times, and what is small and lives on lies between."""
 MAX_WAITING = 256
 """Bodies that wait for room. Each may hold what one read of its socket took in; further ones are refused at once."""
 SECOND_LOOK = 0.1
@@ -82,6 +86,8 @@ class BodyBudget:
         self.limit, self._patience = limit, patience
         self.used = 0
         self._waiting: deque[_Waiter] = deque()
+        self._grown = False
+        """Whether a body of MEMORY_BODY bytes or more has ended since memory was given back."""
 
     async def take(self, lease: BodyLease, size: int) -> None:
         """Raises what `lease` holds to `size` bytes. Raises RequestError 503 where there is no room in time."""
@@ -108,6 +114,7 @@ class BodyBudget:
 
     def give_back(self, lease: BodyLease, size: int) -> None:
         """Lowers what `lease` holds to `size` bytes, and lets waiting bodies go on."""
+        self._grown = self._grown or lease.held >= MEMORY_BODY
         self.used -= lease.held - size
         lease.held = size
         BODY_BYTES.set(self.used)
@@ -122,6 +129,12 @@ class BodyBudget:
                 large_waits = True
             else:
                 return
+
+    def give_back_memory(self) -> None:
+        """Called now and then: what large bodies took goes back to the system once none of them is there."""
+        if self._grown and self.used < MEMORY_BODY:
+            self._grown = False
+            give_back_freed_memory()
 
     def _grant(self, lease: BodyLease, size: int) -> bool:
         """Raises what `lease` holds to `size` bytes where there is room."""

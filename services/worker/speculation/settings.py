@@ -8,6 +8,8 @@ from typing import Literal, get_args
 import msgspec
 from msgspec import Struct
 
+from shared.private_files import expanded
+
 Method = Literal["ngram", "suffix", "draft", "medusa", "eagle", "eagle3", "mtp"]
 
 READ_HIDDEN_STATES: tuple[Method, ...] = ("medusa", "eagle", "eagle3", "mtp")
@@ -72,7 +74,7 @@ class SpeculationSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def folder(self) -> Path:
         """The directory of the method's weights, `~` resolved. Only for methods that have weights."""
         assert self.model is not None, "checked when it was read"
-        return Path(self.model).expanduser()
+        return expanded(self.model)
 
 
 def check_supported(settings: SpeculationSettings, *, device: str, stages: int) -> None:

@@ -155,6 +155,37 @@ async def test_a_template_that_stands_still_is_done_without(tmp_path: Path, monk
         assert not made.template.is_connected
 
 
+async def test_what_is_forked_too_late_is_ended_and_later_ones_are_forked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with host(tmp_path) as made:
+        template = template_of(tmp_path)
+        monkeypatch.setattr("deploy.supervisor.template.link.FORK_TIMEOUT", -1.0)  # no answer is early enough
+        started = made.sleeping("started")
+        assert started.ppid() == os.getpid()
+        monkeypatch.setattr("deploy.supervisor.template.link.FORK_TIMEOUT", DEADLINE)
+
+        async with asyncio.timeout(DEADLINE):
+            number, later = 0, started
+            while later.ppid() != template.pid:  # until the answer that is overdue has come
+                await asyncio.sleep(0.01)
+                number += 1
+                later = made.sleeping(f"later-{number}")
+        await until(lambda: [child.pid for child in template.children()] == [later.pid])
+        assert started.is_running()
+
+
+async def test_a_template_that_runs_and_is_silent_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with host(tmp_path) as made:
+        monkeypatch.setattr("deploy.supervisor.template.link.FORK_TIMEOUT", -1.0)
+        monkeypatch.setattr("deploy.supervisor.template.link.SILENCE_TIMEOUT", -1.0)
+        monkeypatch.setattr(made.template, "read", lambda: None)  # whatever it says is not heard
+        assert made.sleeping("started").ppid() == os.getpid()
+        assert made.template.is_connected
+        assert made.sleeping("another").ppid() == os.getpid()
+        assert not made.template.is_connected
+
+
 @pytest.mark.parametrize(
     ("flag", "reason"), [("threads", "the template has 2 threads"), ("missing", "ImportError: no such library")]
 )

@@ -32,6 +32,7 @@ from services.worker.ops.transfer import to_device
 from shared.ids import LoraId, ModelName
 from shared.messages.model_card import LoraCard
 from shared.models.lora_registry import MAX_REGISTERED_LORAS, AdapterRefused
+from shared.private_files import expanded
 
 NO_ADAPTER = -1
 
@@ -71,7 +72,7 @@ class LoraSlots:
         """The slots of the adapters on the device, by their numbers; those used last at the end."""
         self._free = list(reversed(range(settings.max_loras)))
         for name, folder in settings.folders:
-            self._serve(model.read(name, folder.expanduser()))
+            self._serve(model.read(name, expanded(folder)))
 
     @property
     def cards(self) -> tuple[LoraCard, ...]:
@@ -94,7 +95,7 @@ class LoraSlots:
             raise AdapterRefused(f"lora_name = {name}: there is an adapter of this name")
         if len(self._cards) >= MAX_REGISTERED_LORAS:
             raise AdapterRefused(f"lora_name = {name}: at most {MAX_REGISTERED_LORAS} adapters are allowed")
-        folder = folder.expanduser()
+        folder = expanded(folder)
         try:
             return self._serve(self._model.read(name, folder))
         except ModelError as error:

@@ -11,9 +11,11 @@ from deploy.chaos.load import REQUESTS, Stream, first_difference, prompts, waits
 from deploy.chaos.report import figures, matrix, problems, round_line, text
 from deploy.chaos.run import RoundResult
 from deploy.chaos.schedule import Case
+from deploy.chaos.usage import MAX_GROWTH, ProcessUsage, grown
 from deploy.errors import CommandError
 
 KILL = Case("kill", "tokenizer")
+USAGE = ProcessUsage(pid=7, memory=100 << 20, descriptors=20)
 
 
 def stream(**more: Any) -> Stream:
@@ -90,7 +92,9 @@ def test_the_matrix_has_a_row_for_each_case_with_all_of_its_rounds() -> None:
         (3.0, 5.0, 0, 0),
         (9.0, 9.0, 1, 1),
     ]
-    found = figures([other, result()], [KILL, other.case, Case("pause", "gateway")], {"clock": "not here"}, [{"a": 1}])
+    found = figures(
+        [other, result()], [KILL, other.case, Case("pause", "gateway")], {"clock": "not here"}, [{"a": USAGE}]
+    )
     assert (found["lost"], found["no_round"], found["skipped"]) == (1, ["pause gateway"], {"clock": "not here"})
     assert figures([result()], [KILL], {}, [], "kill tokenizer: it has ended")["problems"] == [
         "kill tokenizer: it has ended"
@@ -99,6 +103,23 @@ def test_the_matrix_has_a_row_for_each_case_with_all_of_its_rounds() -> None:
     assert "| stop rank 0" in said
     assert "skipped: clock: not here" in said
     assert "no time for: pause gateway" in said
+
+
+def test_processes_that_go_on_growing_are_named_with_their_descriptors() -> None:
+    large = USAGE._replace(memory=USAGE.memory + MAX_GROWTH + 1, descriptors=201)
+    first = {"gateway-1": USAGE, "engine-1-rank0": USAGE, "tokenizer-1": USAGE, "gateway-2": USAGE}
+    last = {"gateway-1": large, "engine-1-rank0": large, "tokenizer-1": large._replace(pid=8), "gateway-2": USAGE}
+    assert grown(first, last) == {"gateway-1": MAX_GROWTH + 1}, "a rank fills its KV memory; a new process is another"
+    found = figures([result()], [KILL], {}, [first, last], None, grown(first, last))
+    assert found["problems"] == ["gateway-1 has grown by 64 MiB"]
+    assert "gateway-1: 100 -> 164 MiB, 20 -> 201 file descriptors" in text(found)
+
+
+def test_the_longest_pause_is_between_tokens_from_the_fault_on() -> None:
+    assert [stream().longest_pause(since) for since in (0.0, 3.0, 8.0)] == [5.0, 5.0, 0.0]
+    calm = result(Case("calm", ""), longest_pause=0.25, notes=("3 x 200",))
+    assert "longest pause 0.25 s, 3 x 200" in round_line(0, calm)
+    assert matrix([calm])[0]["max_itl_s"] == 0.25
 
 
 def test_what_went_wrong_is_said_in_words() -> None:
@@ -117,7 +138,9 @@ def test_what_went_wrong_is_said_in_words() -> None:
         "kill tokenizer-1: 1 unexpected exceptions in the logs",
     ]
     assert "1 LOST, 1 ALTERED, 1 LEAKS, 1 NOT BACK, 1 BUGS" in round_line(0, bad)
-    assert round_line(0, result()).endswith("2 streams, 1 equal, longest wait 5.0 s, 1 allowed errors")
+    assert round_line(0, result()).endswith(
+        "2 streams, 1 equal, longest wait 5.0 s, longest pause 0.00 s, 1 allowed errors"
+    )
 
 
 def test_the_first_difference_names_the_request() -> None:

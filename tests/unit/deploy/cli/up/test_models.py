@@ -170,6 +170,11 @@ def test_a_model_that_an_encoder_reads_for_has_no_pools_ranks_and_stages(
         ((str(tmp_path),), {"tp": 2}, "--tp 2: an encoder reads .*, and one rank computes it; allowed: --engines N"),
         ((f"a={DEMO_MODEL}", f"b={tmp_path}"), {"pp": 2}, "--pp 2: an encoder reads .*, and one rank computes it"),
         ((str(tmp_path),), {"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size 2: an encoder reads"),
+        (
+            (str(tmp_path),),
+            {"data_parallel_size": 2},
+            "--data-parallel-size 2: an encoder reads .* share nothing; allowed",
+        ),
     ):
         with pytest.raises(CommandError, match=named):
             described(tmp_path, models=models, **typed)

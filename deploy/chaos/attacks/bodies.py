@@ -1,0 +1,164 @@
+"""Attacks by what requests say: bodies that are large, deep or malformed, and values that cost much and look small."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from deploy.chaos.attacks.attack import Tally, Victim, all_of
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+FEW = 8
+"""Requests at a time of those that take the engines' time: the others are to be served beside them."""
+DEEP = 100_000
+MANY = 10_000
+MILLION = 1_000_000
+
+
+async def json_bodies(victim: Victim, tally: Tally) -> None:
+    """JSON that is deep, large, broken, or has numbers and texts that no field can hold."""
+    bodies = {
+        "deep arrays": b'{"prompt":' + b"[" * DEEP + b"]" * DEEP + b"}",
+        "deep objects": b'{"a":' * DEEP + b"1" + b"}" * DEEP,
+        "deep arrays without an end": b"[" * MILLION,
+        "millions of values": b'{"messages":[{"role":"user","content":[' + b"0," * (4 * MILLION) + b"0]}]}",
+        "millions of keys": b"{" + b",".join(b'"%d":0' % at for at in range(MILLION)) + b"}",
+        "a number of a megabyte": b'{"max_tokens":' + b"9" * MILLION + b"}",
+        "an infinite number": victim.completion()[:-1] + b',"temperature":1e999999}',
+        "no UTF-8": b'{"model":"\xff\xfe\xfd","prompt":"\xc3\x28"}',
+        "half a surrogate": victim.completion()[:-1] + b',"prompt":"\\ud800"}',
+        "control characters": victim.completion(prompt="\0\x01\x1b[2J" * 100),
+        "not an object": b"[" + b'"a",' * MANY + b'"a"]',
+        "more than a body may have": b'{"prompt":"' + b"x" * (20 * 2**20) + b'"}',
+    }
+    await _ask(victim, tally, ((what, path, body) for what, body in bodies.items() for path in (COMPLETIONS, CHAT)))
+
+
+async def grammars(victim: Victim, tally: Tally) -> None:
+    """Regular expressions, grammars and schemas that grow when they are compiled, and choices in thousands."""
+    wide = {"type": "object", "properties": {f"p{at}": {"type": "string", "maxLength": at} for at in range(2000)}}
+    deep: Any = {"type": "string"}
+    for _ in range(400):
+        deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+    itself = {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}}
+    wanted: dict[str, dict[str, Any]] = {
+        "a regex of nested counts": {"regex": "((a{1,99}){1,99}){1,99}"},
+        "a regex that backtracks": {"regex": "(a|aa|a?)+" * 40 + "$"},
+        "a regex of a megabyte": {"regex": "(a|b)" * 200_000},
+        "a regex of all characters": {"regex": "[\\s\\S]{0,100000}"},
+        "a regex that looks behind": {"regex": "(?<=a)(?!b)\\1+"},
+        "a grammar of itself": {"grammar": "root ::= root root | root"},
+        "a grammar that is ambiguous": {"grammar": 'root ::= a a a a a a a a\na ::= "x" | a a | ""'},
+        "a grammar of a megabyte": {"grammar": "root ::= " + " | ".join(f'"{at}"' for at in range(100_000))},
+        "a schema with 2000 properties": {"json": wide},
+        "a deep schema": {"json": deep},
+        "a schema of itself": {"json": itself},
+        "a schema of counts": {"json": {"type": "array", "minItems": 10**9, "items": {"type": "integer"}}},
+        "100,000 choices": {"choice": [f"choice {at}" for at in range(100_000)]},
+    }
+    bodies = {what: victim.completion(structured_outputs=value) for what, value in wanted.items()}
+    await _ask(victim, tally, ((what, COMPLETIONS, body) for what, body in bodies.items() for _ in range(3)))
+
+
+async def tools(victim: Victim, tally: Tally) -> None:
+    """Tools by the hundred, with schemas of a megabyte, names that are none, and a call of each demanded."""
+
+    def tool(name: str, schema: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "description": "d" * 1000, "parameters": schema}}
+
+    wide = {"type": "object", "properties": {f"p{at}": {"enum": list(range(40))} for at in range(300)}}
+    narrow = {"type": "object", "properties": {"a": {"type": "string"}}}
+    bodies = {
+        "128 tools": victim.chat(tools=[tool(f"t{at}", narrow) for at in range(128)], tool_choice="required"),
+        "wide tools": victim.chat(tools=[tool(f"t{at}", wide) for at in range(64)], tool_choice="required"),
+        "5000 tools": victim.chat(tools=[tool(f"t{at}", narrow) for at in range(5000)]),
+        "a tool without a name": victim.chat(tools=[tool("", narrow)], tool_choice="required"),
+        "a tool of a name of a megabyte": victim.chat(tools=[tool("t" * MILLION, narrow)]),
+        "a schema that is none": victim.chat(tools=[tool("t", {"type": "dream"})], tool_choice="required"),
+        "a schema from elsewhere": victim.chat(
+            tools=[tool("t", {"$ref": "http://127.0.0.1:1/x"})], tool_choice="required"
+        ),
+    }
+    await _ask(victim, tally, ((what, CHAT, body) for what, body in bodies.items() for _ in range(3)))
+
+
+async def many_outputs(victim: Victim, tally: Tally) -> None:
+    """128 choices, all log-probabilities there are, of prompts too, and prompts by the thousand."""
+    bodies = {
+        "n = 128": victim.completion(n=128, max_tokens=8, temperature=1.0),
+        "best_of": victim.completion(n=1, best_of=128, max_tokens=8, temperature=1.0),
+        "log-probabilities": victim.completion(n=16, logprobs=20, max_tokens=64, temperature=1.0, ignore_eos=True),
+        "of the prompt": victim.completion(prompt="fox " * 500, echo=True, logprobs=20, max_tokens=1),
+        "of all tokens": victim.completion(logprobs=MILLION, prompt_logprobs=-1),
+        "n of a million": victim.completion(n=MILLION),
+        "thousands of prompts": victim.completion(prompt=["a"] * MANY),
+        "stop strings": victim.completion(stop=[f"s{at}" for at in range(MANY)]),
+        "a bias of all tokens": victim.completion(logit_bias={str(at): 100 for at in range(MANY)}),
+        "bad words": victim.completion(bad_words=[f"w{at}" for at in range(MANY)]),
+        "as many tokens as there are": victim.completion(max_tokens=2**31 - 1),
+    }
+    await _ask(victim, tally, ((what, COMPLETIONS, body) for what, body in bodies.items() for _ in range(4)), FEW)
+
+
+async def long_prompts(victim: Victim, tally: Tally) -> None:
+    """A million tokens, as a text, as ids, as one word, and as a chat."""
+    bodies: Mapping[str, tuple[str, bytes]] = {
+        "a text": (COMPLETIONS, victim.completion(prompt="fox " * MILLION)),
+        "ids": (COMPLETIONS, victim.completion(prompt=[5] * MILLION)),
+        "one word": (COMPLETIONS, victim.completion(prompt="a" * (4 * MILLION))),
+        "spaces": (COMPLETIONS, victim.completion(prompt=" " * (4 * MILLION))),
+        "a chat": (CHAT, victim.chat("fox " * MILLION)),
+        "a chat of many messages": (CHAT, _chat_of(victim, 50_000)),
+        "a text to count": ("/tokenize", victim.completion(prompt="fox " * MILLION)),
+    }
+    await _ask(victim, tally, ((what, path, body) for what, (path, body) in bodies.items() for _ in range(3)), FEW)
+
+
+async def images(victim: Victim, tally: Tally) -> None:
+    """Images at addresses that no gateway may ask, and files that are none; sounds likewise."""
+    bomb = base64.b64encode(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff\xff\xff\xff\xff\xff\xff\xff\x08\x06\0\0\0" + b"\0" * 99)
+    addresses = (
+        "file:///etc/passwd",
+        f"http://127.0.0.1:{victim.port}/v1/models",
+        "http://169.254.169.254/latest/meta-data/",
+        "http://[::1]:1/",
+        "gopher://x",
+        "data:image/png;base64,!!!!",
+        f"data:image/png;base64,{bomb.decode()}",
+        "data:image/png;base64," + "A" * (4 * 2**20),
+        "x" * MILLION,
+    )
+    bodies = {
+        f"an image at {address[:40]}": victim.chat([{"type": "image_url", "image_url": {"url": address}}])
+        for address in addresses
+    }
+    sound = {"type": "input_audio", "input_audio": {"data": "A" * MILLION, "format": "wav"}}
+    bodies["a sound that is none"] = victim.chat([sound])
+    bodies["a thousand images"] = victim.chat([{"type": "image_url", "image_url": {"url": addresses[1]}}] * 1000)
+    await _ask(victim, tally, ((what, CHAT, body) for what, body in bodies.items() for _ in range(3)))
+
+
+def _chat_of(victim: Victim, count: int) -> bytes:
+    messages = [{"role": "user" if at % 2 == 0 else "assistant", "content": "fox"} for at in range(count)]
+    return msgspec.json.encode({"model": victim.model, "messages": messages, "max_tokens": 4})
+
+
+async def _ask(victim: Victim, tally: Tally, asked: Iterable[tuple[str, str, bytes]], at_once: int = 16) -> None:
+    async def ask(what: str, path: str, body: bytes) -> None:
+        tally.record(f"{what} ({path})", await victim.post(path, body))
+
+    await all_of((partial(ask, what, path, body) for what, path, body in asked), at_once)
+
+
+BODY_ATTACKS = {
+    "json": json_bodies,
+    "grammars": grammars,
+    "tools": tools,
+    "many-outputs": many_outputs,
+    "long-prompts": long_prompts,
+    "images": images,
+}
