@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -40,26 +39,16 @@ from deploy.supervisor.core.members import ready_once, with_its_engine
 from deploy.supervisor.core.supervisor import StopDeadlines, Supervisor
 from deploy.supervisor.core.watchdog import PauseFreeClock, Watchdog, WatchLimits
 from deploy.supervisor.hosts import hosts_of
-from deploy.supervisor.keeper import NAME as KEEPER
-from deploy.supervisor.keeper import keeper_command
 from deploy.supervisor.launch import CommandLineOf, service_command
 from deploy.supervisor.log_files import LAST_LINES, LogFolder, failure_reason, full_disk, last_lines
 from deploy.supervisor.network import reserved_port
 from deploy.supervisor.processes import ChildProcesses, RemoteEvents, RemoteProcesses, handled_signals
 from deploy.supervisor.servers.arenas import remove_leftovers
-from deploy.supervisor.servers.federation import NAME as FEDERATION
-from deploy.supervisor.servers.federation import FederationServer
-from deploy.supervisor.servers.model_server import NAME as MODEL_SERVER
-from deploy.supervisor.servers.model_server import model_server
-from deploy.supervisor.servers.nats import NAME as NATS
-from deploy.supervisor.servers.nats import BusAccess
 from deploy.supervisor.servers.prometheus_targets import PrometheusTargets
-from deploy.supervisor.servers.redis import NAME as REDIS
-from deploy.supervisor.servers.redis import StoreAccess
-from deploy.supervisor.servers.server_process import HOST, ServerProcess
+from deploy.supervisor.servers.server_process import HOST
+from deploy.supervisor.servers.stack_servers import SERVERS, StackServers
 from deploy.supervisor.spec import StackSpec
 from deploy.supervisor.state_file import (
-    LOCK,
     StackPhase,
     StackState,
     held,
@@ -77,7 +66,6 @@ from shared.telemetry.logs import set_up_logs
 
 log = logging.getLogger(__name__)
 
-SERVERS = (NATS, REDIS, FEDERATION, KEEPER, MODEL_SERVER)
 TICK = 0.2
 LOG_BOUND_EVERY = 5.0
 MAX_LIFECYCLES_QUEUED = 10_000
@@ -113,11 +101,9 @@ class Stack:
         self.logs = LogFolder(spec.run_dir)
         self.port = spec.port
         self.children = ChildProcesses(inherited_environment(), spec.run_dir)
-        self._access = BusAccess(spec)
-        self._store = StoreAccess(spec)
-        self._federation = FederationServer(spec)
+        self._servers = servers = StackServers(spec, self.children, self.logs)
         self._executor = CommandExecutor(
-            spec, launch, self._access, self._store, self._federation, self.children, self.logs, remote
+            spec, launch, servers.access, servers.store, servers.federation, self.children, self.logs, remote
         )
         self._remote = remote
         if remote is not None:
@@ -125,10 +111,6 @@ class Stack:
         if forks:
             self._executor.make_templates(lambda: self._wake.set())
         self._hosts = hosts_of(spec, self.supervisor, self._executor)
-        down = [sys.executable, "-m", "deploy.cli", "down", "--run-dir", str(spec.run_dir)]
-        keep = keeper_command(spec.run_dir / LOCK, spec.orphan_timeout, down)
-        self._keeper = ServerProcess(KEEPER, keep, None, self.children, self.logs)
-        self._model_server = model_server(spec, self.children, self.logs)
         self._targets = PrometheusTargets(spec.run_dir, spec.name)
         self.adopted = 0
         """Processes that a former supervisor had started, and that this one went on with."""
@@ -208,23 +190,13 @@ class Stack:
                 self._adopt(left, elsewhere, stops)
             former = left.state if left is not None else None
             self._executor.start_service_template()
-            await self._access.start(self.children, self.logs, former)
-            await self._store.start(self.children, self.logs, former)
-            await self._federation.start(self.children, self.logs, former)
-            await self._keeper.start(time.monotonic())
-            if self._model_server is not None:
-                await self._model_server.start(time.monotonic())
+            await self._servers.start(former)
             self._executor.start_templates(self.port)
-            async with self._access.connection() as self._bus:
+            async with self._servers.access.connection() as self._bus:
                 if left is None:  # those that go on need no template
                     await self._executor.services_may_start()
                 await self._serve(beside)
-            await self._keeper.end()
-            if self._model_server is not None:
-                await self._model_server.end()
-            await self._federation.end()
-            await self._store.end()
-            await self._access.end()
+            await self._servers.end()
         except Exception:
             if self._is_worth_keeping:
                 log.exception("the supervisor ends, and the stack goes on without it")
@@ -282,7 +254,7 @@ class Stack:
                 self._listen,
                 lambda: self._executor.announce(self._bus),
                 self._watch,
-                lambda: self._access.look_after(self._bus, self._watch_clock),
+                lambda: self._servers.access.look_after(self._bus, self._watch_clock),
                 self._start_deadline,
                 *((lambda: hosts.run(self._bus, self._handle, self.stop),) if hosts is not None else ()),
                 *((self._remote.run,) if self._remote is not None else ()),
@@ -346,15 +318,12 @@ class Stack:
                 self._look_after_disk()
 
     def _reap(self) -> None:
-        foreign = {server.name: server for server in self._foreign_servers()}
         for name, status in self.children.exited():
-            if name in foreign:
+            if self._servers.record_exit(name, time.monotonic()):
                 self._note_exit(name, status)
-                foreign[name].exited(time.monotonic())
             else:
                 self._record_exit(InstanceId(name), status)
-        restarted = [server for server in foreign.values() if server.restart_if_due(time.monotonic())]
-        if restarted:
+        if self._servers.restart_due(time.monotonic()):
             self.save()
 
     def _note_exit(self, name: str, status: int | None) -> None:
@@ -377,12 +346,6 @@ class Stack:
             self._handle(WorkersReleased())
         if not self.supervisor.holds_workers and not self.supervisor.stopping:
             self._executor.start_templates(self.port)
-
-    def _foreign_servers(self) -> list[ServerProcess]:
-        servers = [each.process for each in (self._access.embedded, self._store.redis) if each is not None]
-        sends = [self._model_server] if self._model_server is not None else []
-        federation = [self._federation.process] if self._federation.process is not None else []
-        return [*servers, *federation, *sends, self._keeper]
 
     def _restart_stalled(self) -> None:
         for instance, reason, engine_too in self._watchdog.stalled(self._watch_clock.now(self._bus.liveness_now())):
@@ -437,8 +400,7 @@ class Stack:
         """What cannot be done at present, for `baton ps`."""
         found = [self._log_problem] if self._log_problem else []
         found += self._remote.problems() if self._remote is not None else []
-        found += [f"{each.name} died {each.failures} times in a row" for each in self._foreign_servers() if each.failed]
-        return tuple(found)
+        return (*found, *self._servers.problems())
 
     def _look_after_disk(self) -> None:
         """Best effort: nothing here ends the supervisor."""
@@ -453,8 +415,6 @@ class Stack:
     def save(self) -> None:
         """Writes the state file as well as can be."""
         failed = self.supervisor.failed()
-        user, password = self._access.credentials("operator") or (None, None)
-        nats, redis = self._access.embedded, self._store.redis
         state = StackState(
             name=self.spec.name,
             pid=os.getpid(),
@@ -464,13 +424,6 @@ class Stack:
             model_dir=str(self.spec.model),
             namespace=self.spec.namespace,
             api_key=next(iter(self.spec.api_keys), None),
-            nats_url=self._access.urls,
-            nats_user=user,
-            nats_password=password,
-            nats_ca=self._access.authority,
-            nats_pid=nats.process.pid if nats else None,
-            redis_pid=redis.process.pid if redis else None,
-            arenas=str(self._store.arenas) if self._store.arenas else None,
             started=self._started,
             written=time.time(),
             problems=self._problems(),
@@ -478,12 +431,8 @@ class Stack:
             processes=self.children.identities(),
             spec=self.spec,
             port=self.port,
-            nats_passwords={str(user): password for user, password in nats.passwords.items()} if nats else {},
-            nats_port=nats.port if nats else None,
-            redis_password=redis.password if redis else None,
-            redis_port=redis.port if redis else None,
-            federation_port=self._federation.port,
             rendezvous=self._executor.rendezvous,
+            **self._servers.recorded(),
         )
         try:
             problem = write_state(self.spec.run_dir, state)

@@ -256,7 +256,7 @@ class HostDecodes:
     ) -> None:
         """`loras`: the adapters that are served."""
         self._decoder, self._sequences, self._loras, self._has_states = decoder, sequences, loras, has_states
-        self._logits = decoder.room_for_logits(max_num_seqs)
+        decoder.room_for_logits(max_num_seqs)  # which no step without drafts has to make then
         self._template = decoder.decode_call(caches)
         self._template.tokens, self._template.width = _address(sequences.tokens), sequences.tokens.shape[1]
         tables = sequences.blocks.tables
@@ -308,7 +308,7 @@ class HostDecodes:
             return None
         rows = self._sequences.decodes(scheduled, drafts)
         draws, count = DecodeDraws(rows, self._sequences, guided, processed), len(rows.positions)
-        logits = self._logits if count <= len(self._logits) else self._decoder.room_for_logits(count)
+        logits = self._decoder.room_for_logits(count)
         adapted = self._loras is not None and (self._sequences.loras[rows.sampled_indices] != NO_ADAPTER).any()
         loras = self._loras if adapted else None
         run = HostDecodeRun(scheduled.work, rows, draws, self._sequences, self._template, logits, loras)

@@ -221,6 +221,20 @@ def test_blocks_that_are_full_break_a_plan(backend: HostRunner) -> None:
         del backend.prepare  # type: ignore[method-assign]
 
 
+def test_logits_are_in_one_place_however_many_rows_came_before(
+    backend: HostRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As drafts make more rows than there are sequences, for which there is another place."""
+    assert isinstance(backend.rank.decoder, Decoder)
+    native = backend.rank.decoder.native
+    assert native is not None
+    place = native.room_for_logits(4 * backend.rank.sequences.tokens.shape[0])
+    computed, driver = count_runs(backend, monkeypatch), Driver(backend)
+    driver.add(prompt(5, 1), 4)
+    driver.run()
+    assert {step.run.logits.data_ptr() for step in computed} == {place.data_ptr()}
+
+
 @pytest.mark.parametrize("how", DRAWS[:2])
 def test_what_is_no_number_ends_its_sequence_and_no_other(tiny: TinyModel, how: dict[str, float]) -> None:
     """Keys and values of one of them become NaN between two steps."""

@@ -77,6 +77,10 @@ int64_t first_of(const float* logits, int vocab, float value) {
     return 0;
 }
 
+int64_t first_nan(const float* logits, int vocab) {
+    return std::find_if(logits, logits + vocab, [](float x) { return std::isnan(x); }) - logits;
+}
+
 BATON_INLINE F zero_below(F x, F least) {
     BATON_EACH x.part[i_] = x.part[i_] >= least.part[i_] ? x.part[i_] : RegF{};
     return x;
@@ -193,8 +197,12 @@ const float* changed_row(const Draws& draws, int row) {
 int64_t draw_row(const Draws& draws, int row, std::vector<float>& scratch) {
     const float* logits = changed_row(draws, row);
     const int width = (draws.vocab + kLanes - 1) / kLanes * kLanes;
+    if (draws.temperature[row] == 0.0f) {
+        bool undefined;
+        int64_t likeliest = likeliest_of(logits, draws.vocab, &undefined);
+        return undefined ? first_nan(logits, draws.vocab) : likeliest;  // who looks at its logit sees that it means nothing
+    }
     const float most = greatest_of(logits, draws.vocab);
-    if (draws.temperature[row] == 0.0f) return first_of(logits, draws.vocab, most);
     if (int(scratch.size()) < width) scratch.resize(width);
     float* weights = scratch.data();
     float mass = weigh(logits, draws.vocab, most, draws.temperature[row], draws.min_p[row], weights);
