@@ -72,15 +72,22 @@ class ProportionalRope(Struct, frozen=True, tag=True):
 Rope = PlainRope | LinearRope | Llama3Rope | YarnRope | FactoredRope | ProportionalRope
 
 
+_POSITIONS_AT_ONCE = 1 << 16
+
+
 def cos_sin_table(rope: Rope, head_dim: int, positions: int, factors: Tensor | None = None) -> Tensor:
     """[positions, head_dim] float32: head_dim / 2 cosines, then as many sines, for each position from 0. `factors`
     [head_dim / 2]: what frequencies are multiplied by; None: nothing."""
     frequencies = _frequencies(rope, head_dim)
     if factors is not None:
         frequencies = frequencies.to(factors.device) * factors
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=frequencies.device), frequencies)
     magnitude = rope.magnitude if isinstance(rope, YarnRope | FactoredRope) else 1.0
-    return torch.cat((angles.cos(), angles.sin()), dim=1) * magnitude
+    table = torch.empty(positions, head_dim, device=frequencies.device)
+    for first in range(0, positions, _POSITIONS_AT_ONCE):  # of a million, all at once take three tables beside this one
+        part = torch.arange(first, min(first + _POSITIONS_AT_ONCE, positions), dtype=torch.float32)
+        angles = torch.outer(part.to(frequencies.device), frequencies)
+        torch.cat((angles.cos(), angles.sin()), dim=1, out=table[first : first + len(part)]).mul_(magnitude)
+    return table
 
 
 def rotations(table: Tensor, axes: Tensor, positions: Tensor) -> Tensor:
