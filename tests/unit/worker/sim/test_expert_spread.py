@@ -164,6 +164,13 @@ def test_published_mixtures_have_the_weights_that_engines_load(tmp_path: Path, a
         read_shape(tmp_path, "auto")
 
 
+@pytest.mark.parametrize("architecture", ["MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"])
+def test_a_model_that_chooses_blocks_of_keys_is_refused(tmp_path: Path, architecture: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    with pytest.raises(BackendError, match=rf"no models with keys that are chosen by blocks \({architecture}\)"):
+        read_shape(tmp_path, "auto")
+
+
 def test_an_unknown_quantization_is_refused(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
