@@ -174,6 +174,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         ("ChatGLMModel", {"kv_channels": 18}, "kv_channels 18: half of it has no pairs"),
         ("MiniCPMForCausalLM", {"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
         ("SarvamMoEForCausalLM", {"moe_router_enable_expert_bias": False}, "Invalid enum value False"),
+        ("Param2MoEForCausalLM", {"use_qk_norm": None}, "Expected `bool`, got `null`"),
         ("SarvamMLAForCausalLM", {"rope_scaling": None}, "rope_scaling is missing"),
         ("SarvamMLAForCausalLM", {"score_function": "softmax"}, "Invalid enum value 'softmax'"),
         ("SarvamMLAForCausalLM", {"moe_shared_expert_intermediate_size": 7}, "expert_intermediate_size 7 is not supp"),

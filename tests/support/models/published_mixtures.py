@@ -105,6 +105,13 @@ MIXTURES: dict[str, Layout] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 8e6, "partial_rotary_factor": 1.0},
         },
     ),
+    "Param2MoEForCausalLM": Layout(
+        {**_BAILING, **_GROUPS, "use_qk_norm": True, "use_qkv_bias": False, "moe_shared_expert_intermediate_size": 64},
+        _BAILING_NAMES,
+        {"attention.query_key_value": (QKV, 1)},
+        reference="Glm4MoeConfig",
+        shape={**_GLM, **_ROUTED, **_GROUPS, **_rope(1.0), "use_qk_norm": True, "attention_bias": False},
+    ),
     "SarvamMLAForCausalLM": Layout(
         {
             **plain(**_SARVAM_LATENT),

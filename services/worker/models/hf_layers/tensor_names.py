@@ -124,7 +124,7 @@ PUBLISHED_NAMES = {
         down="c_proj",
     ),
     **dict.fromkeys(
-        ("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "SarvamMoEForCausalLM"),
+        ("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "SarvamMoEForCausalLM", "Param2MoEForCausalLM"),
         TensorNames(
             embedding="model.word_embeddings",
             attention="attention",

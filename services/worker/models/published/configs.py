@@ -23,7 +23,15 @@ from services.worker.models.published.jais import JAIS, jais
 from services.worker.models.published.layout import Published
 from services.worker.models.published.minimax import MINIMAX_M3, minimax_m3
 from services.worker.models.published.mistral_large import MISTRAL_LARGE_4, mistral_large
-from services.worker.models.published.mixtures import all_mixing, bailing, bailing_2, deepseek, sarvam, sarvam_latent
+from services.worker.models.published.mixtures import (
+    all_mixing,
+    bailing,
+    bailing_2,
+    deepseek,
+    param2,
+    sarvam,
+    sarvam_latent,
+)
 from services.worker.models.published.nas import NEMOTRON_NAS, nemotron_nas
 from services.worker.models.published.norms import ouro, plamo_3
 
@@ -405,6 +413,7 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     "BailingMoeForCausalLM": bailing,
     "BailingMoeV2ForCausalLM": bailing_2,
     "DeepseekForCausalLM": deepseek,
+    "Param2MoEForCausalLM": param2,
     "SarvamMoEForCausalLM": sarvam,
     "SarvamMLAForCausalLM": sarvam_latent,
     "GritLM": _gritlm,

@@ -1,5 +1,5 @@
 """Reads the `config.json` of mixtures of experts whose Python code comes with their checkpoints: Ling and Ring (Bailing
-MoE, 1 and 2), Sarvam's two, and the first DeepSeek-MoE (arXiv:2401.06066)."""
+MoE, 1 and 2), Sarvam's two, Param2, and the first DeepSeek-MoE (arXiv:2401.06066)."""
 
 from __future__ import annotations
 
@@ -117,6 +117,21 @@ def sarvam(raw: _Keys) -> Published:
     """Sarvam 30B: a Ling 2.0 with other defaults. Raises ModelError, and msgspec.ValidationError."""
     defaults = {**_SARVAM, "rope_theta": 8_000_000.0, "rms_norm_eps": 1e-6}
     return bailing_2({**defaults, **raw, "num_shared_experts": _shared_of(raw)})
+
+
+class _RawParam2(Struct):
+    use_qk_norm: bool
+    moe_intermediate_size: int
+    moe_shared_expert_intermediate_size: int | None = None
+
+
+def param2(raw: _Keys) -> Published:
+    """Param2 17B: a Ling 2.0 whose shared experts' size is that of all together. Raises ModelError, and
+    msgspec.ValidationError."""
+    own, count = msgspec.convert(raw, _RawParam2), _shared_of(raw)
+    size = own.moe_shared_expert_intermediate_size or own.moe_intermediate_size * count
+    shared = {"num_shared_experts": min(count, 1), "moe_shared_expert_intermediate_size": size or None}
+    return bailing_2({"first_k_dense_replace": 1, **raw, **shared})
 
 
 class _RawSarvamLatent(_RawMixture, kw_only=True):
