@@ -17,24 +17,16 @@ constexpr float kCount[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 
 
 int first_seen(int position, int window) { return window > 0 ? std::max(0, position - window + 1) : 0; }
 
-// Steps of a product between two times that lines are asked for.
-constexpr int kFetchSteps = 4;
+// A line that is read a chunk later, for the second-level cache: the first one has not the room, and keeps too few reads under
+// way for memory to be busy.
+BATON_INLINE void ask_for(const void* line) { __builtin_prefetch(line, 0, 2); }
+constexpr int kLine = 64;
 
-// A page that is asked for while others are computed with, some lines at a time. Blocks lie anywhere in memory, so the processor
-// cannot guess where it goes on; asked for at once, its lines hold up the products' own loads: 64 sequences of 192 tokens (12
-// heads of 64, 4 of keys) took 0.48 ms a layer, spread 0.32 (Zen 5, two threads, loaded).
-class PageLines {
-  public:
-    PageLines() = default;
-    PageLines(const void* from, int64_t bytes, int steps) : at_((const char*)from), left_(int(bytes / 64)), each_((left_ * kFetchSteps + steps - 1) / steps) {}
-
-    BATON_INLINE void fetch() {
-        for (int i = 0; i < each_ && left_; ++i, --left_, at_ += 64) __builtin_prefetch(at_, 0, 3);
-    }
-
-  private:
-    const char* at_ = nullptr;
-    int left_ = 0, each_ = 0;
+// Where a chunk's pages lie, and those that are read a chunk later. Each of their lines is asked for beside one of these: blocks
+// lie anywhere in memory, so the processor cannot guess where it goes on, and asked for at once, lines hold up a product's loads.
+struct ChunkPages {
+    const char *keys[kChunkPages], *values[kChunkPages];
+    const char *later_keys[kChunkPages], *later_values[kChunkPages];  // where there is none, the page itself
 };
 
 // What a thread works on; grows once and is kept.
@@ -47,6 +39,7 @@ struct Scratch {
     void* pages = nullptr;    // the chunk's keys, then its values, where they are kept as codes
     float* key_scales = nullptr;    // [kChunkTokens], of codes that have any
     float* value_scales = nullptr;  // the same
+    ChunkPages chunk;                 // in hand
     std::vector<State> states;        // of the task
     std::vector<State> chunk_states;  // of the chunk in hand
 
@@ -91,27 +84,35 @@ template <class Kind> struct Task {
     const int* table(int sequence) const { return batch.block_tables + int64_t(sequence) * batch.table_width; }
     bool coded() const { return cache.code != Code::kPlain; }
     bool scaled() const { return cache.code == Code::kInt8; }
-    Item* decoded(int index) const { return (Item*)scratch.pages + index % kChunkPages * cache.page_items(); }
-    const uint8_t* codes(const void* items, int index) const {
-        return (const uint8_t*)items + cache.at(table(task.sequence), task.head, index);
+    // Page `index` of the chunk, as products read it.
+    Item* decoded(int index) const { return (Item*)scratch.pages + index * cache.page_items(); }
+    const Item* keys(int index) const { return coded() ? decoded(index) : (const Item*)scratch.chunk.keys[index]; }
+    const Item* values(int index) const { return coded() ? decoded(index) : (const Item*)scratch.chunk.values[index]; }
+    // What the product of the first rows with a page asks for. Where there are codes it is decoding them that does.
+    const Item* later_keys(int row, int index) const { return row || coded() ? keys(index) : (const Item*)scratch.chunk.later_keys[index]; }
+    const Item* later_values(int row, int index) const {
+        return row || coded() ? values(index) : (const Item*)scratch.chunk.later_values[index];
     }
-    const Item* page(const void* items, int index) const {
-        if (coded()) return decoded(index);
-        return (const Item*)items + cache.at(table(task.sequence), task.head, index);
+    void find(const AttentionTask& of, int chunk, int count, const char** keys, const char** values) const {
+        for (int index = 0; index < count; ++index) {
+            int64_t at = cache.at(table(of.sequence), of.head, chunk * kChunkPages + index) * (coded() ? 1 : int64_t(sizeof(Item)));
+            keys[index] = (const char*)cache.keys + at;
+            values[index] = (const char*)cache.values + at;
+        }
     }
-    // Page `index` of a task's context, to be asked for within so many steps.
-    PageLines lines(const void* items, const AttentionTask& of, int index, int steps) const {
-        int64_t bytes = coded() ? 1 : int64_t(sizeof(Item));
-        return {(const char*)items + cache.at(table(of.sequence), of.head, index) * bytes, cache.page_items() * bytes, steps};
-    }
-    // Of the keys behind a chunk's, those of the task's next chunk or of the next task's first, page `index`; or none.
-    PageLines next_keys(int chunk, int index, int steps) const {
+    // The chunk's pages, and those of the task's next chunk or of the next task's first.
+    void find_pages(int chunk, int count) const {
+        ChunkPages& found = scratch.chunk;
+        find(task, chunk, count, found.keys, found.values);
+        int there = 0;
         bool more = chunk + 1 < task.first_chunk + task.chunks;
-        if (!more && !next) return {};
-        const AttentionTask& of = more ? task : *next;
-        int first = more ? chunk + 1 : next->first_chunk;
-        if (index >= pages_of(of, first)) return {};
-        return lines(cache.keys, of, first * kChunkPages + index, steps);
+        if (more || next) {
+            const AttentionTask& of = more ? task : *next;
+            int later = more ? chunk + 1 : next->first_chunk;
+            there = std::min(count, pages_of(of, later));
+            find(of, later, there, found.later_keys, found.later_values);
+        }
+        for (; there < count; ++there) found.later_keys[there] = found.keys[there], found.later_values[there] = found.values[there];
     }
     int pages_of(const AttentionTask& of, int chunk) const {
         int last = batch.last_seen(of.row + of.rows - 1) / kPageTokens;
@@ -143,9 +144,11 @@ template <Code code> BATON_INLINE F number_of(Sixteen<RegI> codes) {
 // The codes of a page's keys as products read them: words of four elements of one token become two steps of bf16 or four of
 // floats. Done for the first rows of a task, others find them.
 template <Code code, class Kind> void decode_keys(const Task<Kind>& t, int index) {
-    const uint8_t* from = t.codes(t.cache.keys, index);
+    auto* from = (const uint8_t*)t.scratch.chunk.keys[index];
+    const char* later = t.scratch.chunk.later_keys[index];
     auto* to = t.decoded(index);
-    for (int d = 0; d < t.cache.head_dim; d += 4, from += 4 * kPageTokens, to += 4 * kPageTokens) {
+    for (int d = 0; d < t.cache.head_dim; d += 4, from += kLine, later += kLine, to += 4 * kPageTokens) {
+        ask_for(later);
         U words = load_bits(from);
         Sixteen<RegI> moved;
         F each[4];
@@ -156,101 +159,100 @@ template <Code code, class Kind> void decode_keys(const Task<Kind>& t, int index
         store_pair(to, kPageTokens, each[0], each[1]);
         store_pair(to + 2 * kPageTokens, kPageTokens, each[2], each[3]);
     }
+    if (t.scaled()) ask_for(later);
 }
 
 // The same of values, two tokens at a time.
 template <Code code, class Kind> void decode_values(const Task<Kind>& t, int index) {
-    const uint8_t* from = t.codes(t.cache.values, index);
+    auto* from = (const uint8_t*)t.scratch.chunk.values[index];
+    const char* later = t.scratch.chunk.later_values[index];
     int stored = t.cache.padded_stored_dim();
     auto* to = t.decoded(index);
-    for (int token = 0; token < kPageTokens; token += 2, from += 2 * stored, to += 2 * t.padded)
+    for (int token = 0; token < kPageTokens; token += 2, from += 2 * stored, later += 2 * stored, to += 2 * t.padded) {
+        for (int line = 0; line < 2 * stored; line += kLine) ask_for(later + line);
         for (int d = 0; d < t.padded; d += kLanes) {
             F first = number_of<code>(load_integers(from + d)), second = number_of<code>(load_integers(from + stored + d));
             store_pair(to + d * Kind::kItems, t.padded, first, second);
         }
+    }
 }
 
 // What a page's codes are multiplied by: keys have it in the word behind a token's last one, values behind its last code.
-template <class Kind> void read_scales(const Task<Kind>& t, int index, int to) {
-    memcpy(t.scratch.key_scales + to, t.codes(t.cache.keys, index) + t.cache.head_dim * kPageTokens, kPageTokens * 4);
-    const uint8_t* values = t.codes(t.cache.values, index) + t.cache.head_dim;
+template <class Kind> void read_scales(const Task<Kind>& t, int index) {
+    int to = index * kPageTokens;
+    memcpy(t.scratch.key_scales + to, t.scratch.chunk.keys[index] + t.cache.head_dim * kPageTokens, kPageTokens * 4);
+    const char* values = t.scratch.chunk.values[index] + t.cache.head_dim;
     for (int token = 0; token < kPageTokens; ++token)
         memcpy(t.scratch.value_scales + to + token, values + token * t.cache.padded_stored_dim(), 4);
 }
 
-// Scores of R rows and the keys of C pages.
-template <class Kind, int R, int C> void score_tile(const Task<Kind>& t, int row, int first_page, int to) {
-    const typename Kind::Item *x[R], *w[C];
+// multiply_step, and beside its lines it asks for those of other pages, `later`.
+template <class Kind, int R, int C>
+BATON_INLINE void multiply_asking(const typename Kind::Item* const x[R], const typename Kind::Item* const w[C],
+                                  const typename Kind::Item* const later[C], int step, int weight_step, F sums[R][C]) {
+    for (int c = 0; c < C; ++c) ask_for(later[c] + size_t(step) * weight_step);
+    multiply_step<Kind, R, C>(x, w, step, weight_step, sums);
+}
+
+// Scores of R rows and the keys of C pages of the chunk, from page `page` on.
+template <class Kind, int R, int C> void score_tile(const Task<Kind>& t, int row, int page) {
+    const typename Kind::Item *x[R], *w[C], *later[C];
     F sums[R][C];
     for (int r = 0; r < R; ++r) {
         x[r] = t.query(row + r);
         for (int c = 0; c < C; ++c) sums[r][c] = zeros();
     }
-    for (int c = 0; c < C; ++c) w[c] = t.page(t.cache.keys, first_page + c);
+    for (int c = 0; c < C; ++c) w[c] = t.keys(page + c), later[c] = t.later_keys(row, page + c);
     if (row == 0 && t.coded())
         for (int c = 0; c < C; ++c) {
-            if (t.scaled()) decode_keys<Code::kInt8>(t, first_page + c);
-            else decode_keys<Code::kFp8>(t, first_page + c);
+            if (t.scaled()) decode_keys<Code::kInt8>(t, page + c);
+            else decode_keys<Code::kFp8>(t, page + c);
         }
-    constexpr int kStep = kPageTokens * Kind::kItems;
     int steps = t.cache.head_dim / Kind::kItems;
-    if (row == 0) {
-        PageLines values[C];
-        for (int c = 0; c < C; ++c) values[c] = t.lines(t.cache.values, t.task, first_page + c, steps);
-        for (int step = 0; step < steps; ++step) {
-            if (step % kFetchSteps == 0)
-                for (int c = 0; c < C; ++c) values[c].fetch();
-            multiply_step<Kind, R, C>(x, w, step, kStep, sums);
-        }
-    } else {
-        multiply_tile<Kind, R, C>(x, w, steps, kStep, sums);
-    }
+    for (int step = 0; step < steps; ++step) multiply_asking<Kind, R, C>(x, w, later, step, kPageTokens * Kind::kItems, sums);
+    float* to = t.scratch.scores + row * kChunkTokens + page * kPageTokens;
     for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) store(t.scratch.scores + (row + r) * kChunkTokens + to + c * kPageTokens, sums[r][c]);
+        for (int c = 0; c < C; ++c) store(to + r * kChunkTokens + c * kPageTokens, sums[r][c]);
 }
 
-template <class Kind, int R> void score_rows(const Task<Kind>& t, int row, int first_page, int pages) {
-    int b = 0;
-    for (; b + kTileColumns <= pages; b += kTileColumns)
-        score_tile<Kind, R, kTileColumns>(t, row, first_page + b, b * kPageTokens);
-    for (; kTileColumns > 2 && b + 2 <= pages; b += 2) score_tile<Kind, R, 2>(t, row, first_page + b, b * kPageTokens);
-    for (; b < pages; ++b) score_tile<Kind, R, 1>(t, row, first_page + b, b * kPageTokens);
+template <class Kind, int R> void score_rows(const Task<Kind>& t, int row, int pages) {
+    int page = 0;
+    for (; page + kTileColumns <= pages; page += kTileColumns) score_tile<Kind, R, kTileColumns>(t, row, page);
+    for (; kTileColumns > 2 && page + 2 <= pages; page += 2) score_tile<Kind, R, 2>(t, row, page);
+    for (; page < pages; ++page) score_tile<Kind, R, 1>(t, row, page);
 }
 
 // Values of R rows, 16 * C elements from `column` on, mixed over the chunk's first `tokens` tokens.
-template <class Kind, int R, int C> void mix_tile(const Task<Kind>& t, int row, int first_page, int tokens, int column) {
+template <class Kind, int R, int C> void mix_tile(const Task<Kind>& t, int row, int tokens, int column) {
     F sums[R][C];
     for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) sums[r][c] = zeros();
-    for (int b = 0; b * kPageTokens < tokens; ++b) {
+    const typename Kind::Item* weights = t.weights(row);
+    for (int page = 0; page * kPageTokens < tokens; ++page, weights += kPageTokens) {
         if (row == 0 && column == 0 && t.coded()) {
-            if (t.scaled()) decode_values<Code::kInt8>(t, first_page + b);
-            else decode_values<Code::kFp8>(t, first_page + b);
+            if (t.scaled()) decode_values<Code::kInt8>(t, page);
+            else decode_values<Code::kFp8>(t, page);
         }
-        const typename Kind::Item *x[R], *w[C];
-        for (int r = 0; r < R; ++r) x[r] = t.weights(row + r) + b * kPageTokens;
-        const auto* values = t.page(t.cache.values, first_page + b) + column * Kind::kItems;
-        for (int c = 0; c < C; ++c) w[c] = values + c * kLanes * Kind::kItems;
-        int left = std::min(kPageTokens, tokens - b * kPageTokens);
-        int steps = (left + Kind::kItems - 1) / Kind::kItems;
-        PageLines keys;
-        if (row == 0 && column == 0) keys = t.next_keys(first_page / kChunkPages, b, steps);
-        for (int step = 0; step < steps; ++step) {
-            if (step % kFetchSteps == 0) keys.fetch();
-            multiply_step<Kind, R, C>(x, w, step, t.padded * Kind::kItems, sums);
+        const typename Kind::Item *x[R], *w[C], *later[C];
+        for (int r = 0; r < R; ++r) x[r] = weights + r * kChunkTokens;
+        for (int c = 0; c < C; ++c) {
+            int at = (column + c * kLanes) * Kind::kItems;
+            w[c] = t.values(page) + at, later[c] = t.later_values(row, page) + at;
         }
+        int steps = (std::min(kPageTokens, tokens - page * kPageTokens) + Kind::kItems - 1) / Kind::kItems;
+        for (int step = 0; step < steps; ++step) multiply_asking<Kind, R, C>(x, w, later, step, t.padded * Kind::kItems, sums);
     }
+    float* to = t.scratch.mixed + row * t.padded + column;
     for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) store(t.scratch.mixed + (row + r) * t.padded + column + c * kLanes, sums[r][c]);
+        for (int c = 0; c < C; ++c) store(to + r * t.padded + c * kLanes, sums[r][c]);
 }
 
-template <class Kind, int R> void mix_rows(const Task<Kind>& t, int row, int first_page, int tokens) {
+template <class Kind, int R> void mix_rows(const Task<Kind>& t, int row, int tokens) {
     int column = 0;
     for (; column + kTileColumns * kLanes <= t.padded; column += kTileColumns * kLanes)
-        mix_tile<Kind, R, kTileColumns>(t, row, first_page, tokens, column);
-    for (; kTileColumns > 2 && column + 2 * kLanes <= t.padded; column += 2 * kLanes)
-        mix_tile<Kind, R, 2>(t, row, first_page, tokens, column);
-    for (; column < t.padded; column += kLanes) mix_tile<Kind, R, 1>(t, row, first_page, tokens, column);
+        mix_tile<Kind, R, kTileColumns>(t, row, tokens, column);
+    for (; kTileColumns > 2 && column + 2 * kLanes <= t.padded; column += 2 * kLanes) mix_tile<Kind, R, 2>(t, row, tokens, column);
+    for (; column < t.padded; column += kLanes) mix_tile<Kind, R, 1>(t, row, tokens, column);
 }
 
 // What a row's head adds to the scores of tokens from `token` on.
@@ -297,13 +299,14 @@ template <class Kind> void clear_weights(const Task<Kind>& t, int row, int token
 }
 
 template <class Kind> void run_chunk(const Task<Kind>& t, int chunk) {
-    int count = t.count(), start = chunk * kChunkTokens, first_page = chunk * kChunkPages;
+    int count = t.count(), start = chunk * kChunkTokens;
     // Tokens that the last row sees: rows before it see no more.
     int tokens = std::min(kChunkTokens, t.last_seen(count - 1) + 1 - start);
     int pages = (tokens + kPageTokens - 1) / kPageTokens, padded_tokens = pages * kPageTokens;
-    by_rows(count, [&](int row, auto rows) { score_rows<Kind, decltype(rows)::value>(t, row, first_page, pages); });
+    t.find_pages(chunk, pages);
+    by_rows(count, [&](int row, auto rows) { score_rows<Kind, decltype(rows)::value>(t, row, pages); });
     if (t.scaled())
-        for (int page = 0; page < pages; ++page) read_scales(t, first_page + page, page * kPageTokens);
+        for (int page = 0; page < pages; ++page) read_scales(t, page);
     auto& chunk_states = t.scratch.chunk_states;
     for (int row = 0; row < count; ++row) {
         int low = std::max(0, first_seen(t.position(row), t.what.window) - start);
@@ -312,7 +315,7 @@ template <class Kind> void run_chunk(const Task<Kind>& t, int chunk) {
         if (low < high) chunk_states[row] = soften(t, row, start, low, high, padded_tokens);
         else clear_weights(t, row, padded_tokens);
     }
-    by_rows(count, [&](int row, auto rows) { mix_rows<Kind, decltype(rows)::value>(t, row, first_page, tokens); });
+    by_rows(count, [&](int row, auto rows) { mix_rows<Kind, decltype(rows)::value>(t, row, tokens); });
     for (int row = 0; row < count; ++row) {
         if (chunk_states[row].greatest == kNone) continue;
         merge(t.scratch.states[row], t.scratch.sums + row * t.padded, chunk_states[row], t.scratch.mixed + row * t.padded, t.padded);
