@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.encoder.image_decoder import DecodedFrames
 from services.encoder.image_process import DecodedImage
-from services.encoder.processors.frame_patches import FramePatches, SquareFrames
+from services.encoder.processors.frame_patches import FramePatches, SoftFrames, SquareFrames
 from services.encoder.processors.image_processor import ImageProcessor, PreparedImage
 from services.encoder.processors.own_processors import OWN_PROCESSORS
 from shared.messages.generation import EMBEDDING_BYTES, MAX_MEDIA_BYTES, EmbeddingDtype, ImageGrid, PromptEmbeds
@@ -89,8 +89,9 @@ class ImageTower:
         """Patches that a row is made of, on each side; of models whose images have one size 1."""
         self._has_axes = hasattr(self._processor, "temporal_patch_size") and config.model_type != "lfm3_vl"
         """Whether positions of rows have three axes."""
-        self._frames: FramePatches | SquareFrames | None
-        self._frames = SquareFrames.of_model(self._folder, config, self._processor, self._max_rows)
+        self._frames: FramePatches | SquareFrames | SoftFrames | None
+        given = (self._folder, config, self._processor, self._max_rows)
+        self._frames = SquareFrames.of_model(*given) or SoftFrames.of_model(*given)
         if self._merged > 1:
             self._frames = FramePatches.of_model(self._folder, self._processor, self._max_rows, max_pixels)
             counted = self._processor.temporal_patch_size if config.model_type in _COUNT_FRAMES else 1

@@ -10,6 +10,7 @@ from msgspec import Struct, field
 from shared.messages.encoder import MAX_FRAMES
 from shared.messages.model_card import FrameSampling, VideoModel
 from shared.models.image_models import (
+    GEMMA4,
     GLM4V,
     GLM4V_MOE,
     GLM46V,
@@ -27,11 +28,12 @@ _QWEN2_5 = "Qwen2_5_VLForConditionalGeneration"
 _QWEN3 = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", *QWEN3_5)
 _GLM = (GLM4V, GLM4V_MOE, GLM46V)
 _QWEN_FRAME = "<{time:.1f} seconds>{rows}"
+_GEMMA_FRAME = " {clock} {rows}"
 _GLM_FRAMES = {GLM4V: "{rows}{second}", GLM4V_MOE: "{rows}{second}", GLM46V: "{rows}{time:.1f} seconds"}
 _GLM_SECONDS = 300.0
 """That a video of GLM's is looked at, where no file says."""
-_ONEVISION_FRAMES = 32
-"""As many as LLaVA-OneVision was trained with."""
+_SHARES = 32
+"""As many frames of a whole video as LLaVA-OneVision was trained with; Gemma 4 has as many where no file says."""
 
 
 class VideoTokens(Struct, frozen=True):
@@ -45,7 +47,8 @@ class VideoTokens(Struct, frozen=True):
     end: int
     """What template or processor write before and behind rows that follow each other."""
     frame: str
-    """What is written for frames that become rows together: of these `rows`, their `time`, and its whole `second`."""
+    """What is written for frames that become rows together: of these `rows`, their `time`, its whole `second`, and the
+    time by a `clock` (minutes and seconds). A space that comes first is left out before a video's first frame."""
 
 
 class FrameSize(Struct, frozen=True):
@@ -78,6 +81,8 @@ class _RawModel(Struct):
     architectures: tuple[str, ...] = ()
     image_start_token_id: int = 151_339
     image_end_token_id: int = 151_340
+    boi_token_id: int = 255_999
+    eoi_token_id: int = 258_882
     video_token_id: int | None = None
     video_token_index: int | None = None
     position_id_per_seconds: float = 25.0
@@ -106,8 +111,11 @@ def read_video_model(folder: Path) -> VideoModel | None:
     processor, named = _processor(folder), raw.architectures
     fps = processor.fps or VideoModel().fps
     if LLAVA_ONEVISION in named:
-        most = _bounded(processor.num_frames or _ONEVISION_FRAMES)
+        most = _bounded(processor.num_frames or _SHARES)
         return VideoModel(max_frames=most, sampling="shares", together=1, closed=True)
+    if GEMMA4 in named:
+        most = _bounded(processor.num_frames or _SHARES)
+        return VideoModel(max_frames=most, sampling="shares", together=1, timed=True, stamp="first")
     if GLM46V in named:
         return VideoModel(sampling="paces", timed=True, stamp="first")
     if _is(named, _GLM):
@@ -138,6 +146,9 @@ def read_video_tokens(folder: Path) -> VideoTokens | None:
         first = images.token_id
         video = first + 1 if raw.video_token_id is None else raw.video_token_id
         return VideoTokens(video, first, raw.image_start_token_id, raw.image_end_token_id, frame)
+    if GEMMA4 in named:
+        video = _said(raw.video_token_id, 258_884)
+        return VideoTokens(video, video, raw.boi_token_id, raw.eoi_token_id, _GEMMA_FRAME)
     default = _said(raw.video_token_index, 151_656 if _is(named, QWEN_OMNI) else 151_647)
     video = _said(raw.video_token_id, default)
     start, end = raw.vision_start_token_id, raw.vision_end_token_id
@@ -166,7 +177,7 @@ def _read_model(folder: Path) -> _RawModel | None:
     raw = known_config(folder, _RawModel)
     if raw is None:
         return None
-    if _is(raw.architectures, (*_GLM, LLAVA_ONEVISION, *QWEN_OMNI)):
+    if _is(raw.architectures, (*_GLM, LLAVA_ONEVISION, GEMMA4, *QWEN_OMNI)):
         return raw
     return raw if _is(raw.architectures, (_QWEN2, _QWEN2_5, *_QWEN3)) and raw.video_token_id is not None else None
 

@@ -73,6 +73,56 @@ class SquareFrames:
         return {"pixel_values_videos": torch.from_numpy(pixels)[None, None]}
 
 
+class _RawSoftFrames(Struct):
+    max_soft_tokens: int = 70
+    do_normalize: bool = True
+
+
+class SoftFrames:
+    """Makes of a frame what Gemma 4's processor makes of an image, within fewer rows. Stateless."""
+
+    def __init__(self, processor: Any, rows: int, max_rows: int) -> None:
+        """`processor`: of the model's images, with the numbers of its videos. `rows`: of a frame at most; `max_rows`:
+        of a whole video."""
+        self._processor, self._rows, self._max_rows = processor, rows, max_rows
+
+    @staticmethod
+    def of_model(folder: Path, config: Any, processor: Any, max_rows: int) -> SoftFrames | None:
+        """None for a model of another kind."""
+        if config.model_type != "gemma4":
+            return None
+        said = known_processor(folder, "video_processor", _RawSoftFrames) or _RawSoftFrames()
+        own = _of_frames(folder, processor)
+        own.max_soft_tokens, own.do_normalize = said.max_soft_tokens, said.do_normalize
+        return SoftFrames(own, said.max_soft_tokens, max_rows)
+
+    def prepared(self, frames: DecodedFrames) -> dict[str, Tensor]:
+        """Raises ValueError for too many frames, and for one that is too flat."""
+        from PIL import Image
+
+        group = frames.group
+        if group.frames * self._rows > self._max_rows:
+            raise ValueError(f"{group.frames} frames are not allowed; a prompt has room for {self._max_rows} rows")
+        shown = Image.frombytes("RGB", (group.width, group.height), frames.pixels)
+        made = self._processor(shown, do_rescale=False, do_normalize=False, return_tensors="pt")
+        places = made["image_position_ids"]
+        pixels = torch.where((places >= 0).all(-1)[..., None], self._numbers(made["pixel_values"].float()), 0.0)
+        return {"pixel_values": pixels, "image_position_ids": places}
+
+    def _numbers(self, patches: Tensor) -> Tensor:
+        """[…, numbers], red, green and blue by turns. The factor is put into mean and deviation, as the library does of
+        videos, and not of images: so the last bit is the same."""
+        own = self._processor
+        factor = own.rescale_factor if own.do_rescale else 1.0
+        if not own.do_normalize:
+            return patches * factor
+        count = patches.shape[-1] // len(own.image_mean)
+        mean, deviation = (
+            (torch.tensor(each) * (1.0 / factor)).repeat(count) for each in (own.image_mean, own.image_std)
+        )
+        return (patches - mean) / deviation
+
+
 class FramePatches:
     """Knows what size frames are given. Stateless."""
 

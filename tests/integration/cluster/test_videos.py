@@ -1,6 +1,6 @@
-"""Videos through a whole stack by the `openai` SDK, of models that write times as text (GLM-4.6V) or close each video
-with a row (LLaVA-OneVision): what `transformers` generates of the same frames, in small steps, beside images, from a
-shared prefix, and behind an engine's death; and what is no video."""
+"""Videos through a whole stack by the `openai` SDK, of models that write times as text (GLM-4.6V, Gemma 4) or close
+each video with a row (LLaVA-OneVision): what `transformers` generates of the same frames, in small steps, beside
+images, from a shared prefix, and behind an engine's death; and what is no video."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack, running_stack
+from tests.support.models.tiny_gemma4 import make_gemma4_model
 from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import ImageModel, image_part, picture, text_part
 from tests.support.models.tiny_onevision import make_onevision_model
@@ -44,10 +45,13 @@ class Chats:
 
 
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "prefix cache", "re-dispatch", "n > 1")
-@pytest.mark.parametrize("kind", ["glm46v", pytest.param("onevision", marks=pytest.mark.extras)])
+@pytest.mark.parametrize(
+    "kind", ["glm46v", *(pytest.param(each, marks=pytest.mark.extras) for each in ("onevision", "gemma4"))]
+)
 async def test_videos_say_what_the_library_says(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "model"
-    model = make_onevision_model(folder) if kind == "onevision" else make_glm_model(folder, kind)
+    makers = {"onevision": make_onevision_model, "gemma4": make_gemma4_model}
+    model = makers[kind](folder) if kind in makers else make_glm_model(folder, kind)
     alone = [video_part(FLAT), text_part("What is it? Tell me all about it, please, and from the beginning.")]
     mixed = [video_part(ODD, "webm"), image_part(IMAGE), text_part("Compare."), video_part(FLAT)]
     more = (f"--served-model-name={NAME}", "--max-batch-tokens=24", "--max-num-seqs=4")

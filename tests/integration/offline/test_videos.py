@@ -9,6 +9,7 @@ import pytest
 from services.offline.errors import InvalidRequest
 from services.offline.llm import LLM
 from services.offline.requests import SamplingParams
+from tests.support.models.tiny_gemma4 import make_gemma4_model
 from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import ImageModel, image_part, picture, text_part
 from tests.support.models.tiny_onevision import make_onevision_model
@@ -22,10 +23,15 @@ FLAT, ODD = video(noise(15)), video(noise(7, (40, 160), seed=1), 5, "webm", "lib
 def make_model(folder: Path, kind: str) -> ImageModel:
     if kind == "onevision":
         return make_onevision_model(folder)
+    if kind.startswith("gemma4"):
+        return make_gemma4_model(folder, "large" if kind == "gemma4-large" else "small")
     return make_qwen_model(folder, kind) if kind.startswith("qwen") else make_glm_model(folder, kind)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen2.5", "qwen3", "qwen3.5", "glm4v", "glm4v-moe", "glm46v", "onevision"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen2", "qwen2.5", "qwen3", "qwen3.5", "glm4v", "glm4v-moe", "glm46v", "onevision", "gemma4", "gemma4-large"],
+)
 def test_chats_with_videos_say_what_the_library_says(tmp_path: Path, kind: str) -> None:
     model = make_model(tmp_path, kind)
     reference, image = VideoReference(model, kind), picture(0, (60, 40))

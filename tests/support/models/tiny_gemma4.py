@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from transformers import (
     AutoTokenizer,
     Gemma4AudioFeatureExtractor,
@@ -18,16 +21,18 @@ from transformers import (
     Gemma4Processor,
     ProcessorMixin,
 )
+from transformers.video_utils import VideoMetadata
 
 from tests.support.models.library_models import ARCHITECTURES
 from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_qwen_audio import Sound
+from tests.support.models.torchvision_stub import import_without_torchvision
 from tests.support.paths import DEMO_MODEL
 
 Gemma4Kind = Literal["small", "large"]
 """small: layers read of a token more than its embedding. large: an image's tokens see each other, before experts."""
-PATCH, POOLED, MOST = 4, 2, 70
-"""Pixels of a patch, patches of a row on each side, and rows of an image at most."""
+PATCH, POOLED, MOST, FRAMES = 4, 2, 70, 2
+"""Pixels of a patch, patches of a row on each side, rows of an image or a frame at most, and frames of a video."""
 MARKS = {
     "image_token": "<|image|>",
     "boi_token": "<|image>",
@@ -43,7 +48,7 @@ TEMPLATE = (
     "{% for message in messages %}<|turn>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] | trim }}{% else %}"
     "{% for item in message['content'] %}{% if item['type'] == 'image' %}<|image|>"
-    "{% elif item['type'] == 'audio' %}<|audio|>"
+    "{% elif item['type'] == 'audio' %}<|audio|>{% elif item['type'] == 'video' %}<|video|>"
     "{% elif item['type'] == 'text' %}{{ item['text'] | trim }}{% endif %}{% endfor %}{% endif %}<turn|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
 )
@@ -114,11 +119,44 @@ def make_gemma4_model(folder: Path, kind: Gemma4Kind = "small", seed: int = 0, *
             reference.model.embed_audio.embedding_projection.weight.mul_(30)  # so that what is heard changes words
     reference.save_pretrained(folder)
     images.save_pretrained(folder)
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"num_frames": FRAMES, "max_soft_tokens": MOST}))
     if hears:
         both = {name: json.loads(each.to_json_string()) for name, each in _parts(images).items()}
         (folder / "processor_config.json").write_text(json.dumps(both))
     tokenizer.save_pretrained(folder)
     return ImageModel(folder, reference, processor)
+
+
+class GemmaVideos:
+    """The library's processor of videos, with Pillow's scaling in place of torchvision's."""
+
+    model_input_names = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
+
+    def __init__(self, videos: list[tuple[Tensor, tuple[float, ...]]]) -> None:
+        """`videos`: [frames, height, width, 3] those that are looked at, and when each is shown, in seconds."""
+        self._videos = videos
+
+    def __call__(self, videos: Any, **settings: Any) -> dict[str, Any]:
+        """What it makes of them."""
+        module = import_without_torchvision("transformers.models.gemma4.video_processing_gemma4")
+        own = SimpleNamespace(
+            aspect_ratio_preserving_resize=lambda video, resample, **bounds: _scaled(video, module, bounds),
+            rescale_and_normalize=lambda video, rescales, factor, *more: video.float() / (1.0 / factor),
+        )
+        sizes = {"patch_size": PATCH, "pooling_kernel_size": POOLED, "max_soft_tokens": MOST}
+        how = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
+        unused = {"resample": None, "image_mean": None, "image_std": None}
+        given = [frames.permute(0, 3, 1, 2) for frames, _ in self._videos]
+        made = module.Gemma4VideoProcessor._preprocess(own, given, return_tensors="pt", **sizes, **how, **unused)
+        seen = [VideoMetadata(0, fps=1.0, frames_indices=cast("Any", list(times))) for _, times in self._videos]
+        return {**made, "video_metadata": seen}
+
+
+def _scaled(video: Tensor, module: Any, bounds: dict[str, int]) -> Tensor:
+    height, width = module.get_aspect_ratio_preserving_size(*video.shape[2:], **bounds)
+    frames = (Image.fromarray(each.permute(1, 2, 0).numpy()) for each in video)
+    made = [np.asarray(each.resize((width, height), Image.Resampling.BICUBIC)) for each in frames]
+    return torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2)
 
 
 def _parts(images: Any) -> dict[str, Any]:

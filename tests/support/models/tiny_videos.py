@@ -27,6 +27,7 @@ from transformers.video_utils import VideoMetadata
 
 from services.gateway.videos.video_process import DecodedGroup, VideoShape, decode_video
 from shared.models.video_models import read_frame_size, read_video_model
+from tests.support.models.tiny_gemma4 import GemmaVideos
 from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_qwen_vl import END, MERGED, PATCH, SIDE, START
 
@@ -138,9 +139,9 @@ class VideoReference:
     """What the library's own model generates of the frames that are looked at."""
 
     def __init__(self, model: ImageModel, kind: str) -> None:
-        """`kind`: as the model was made, of Qwen's or GLM's, or onevision."""
+        """`kind`: as the model was made, of Qwen's or GLM's, onevision or gemma4."""
         self._model, self._timed, self._second = model, not kind.startswith("qwen2"), kind == "qwen2.5"
-        self._qwen, self._glm = kind.startswith("qwen"), kind.startswith("glm")
+        self._qwen, self._glm, self._gemma = (kind.startswith(each) for each in ("qwen", "glm", "gemma4"))
 
     @torch.inference_mode()
     def greedy(self, messages: list[dict[str, Any]], images: list[bytes], videos: list[bytes], count: int) -> list[int]:
@@ -176,7 +177,8 @@ class VideoReference:
     def _processed(self, text: str, images: list[bytes], made: list[_Prepared]) -> dict[str, Any]:
         """By the library's processor of chats, given what that of videos would make."""
         processor = self._model.processor
-        processor.video_processor = _VideoProcessor(made)
+        seen = [(each.patches, each.shape.times) for each in made]
+        processor.video_processor = GemmaVideos(seen) if self._gemma else _VideoProcessor(made)
         loaded: Any = [Image.open(io.BytesIO(each)).convert("RGB") for each in images]
         inputs = processor(
             text=text,
@@ -196,6 +198,8 @@ class VideoReference:
         assert isinstance(shape, VideoShape), shape
         packed = b"".join(each.pixels for each in pairs if isinstance(each, DecodedGroup))
         frames = np.frombuffer(packed, np.uint8).reshape(-1, shape.height, shape.width, 3)
+        if self._gemma:
+            return _Prepared(torch.from_numpy(frames.copy()), [], "", shape)
         bounds = size.shortest_edge, size.longest_edge
         if how.closed:
             height = width = self._model.reference.config.vision_config.image_size

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 _NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
@@ -17,9 +18,11 @@ def import_without_torchvision(name: str) -> Any:
         module = ModuleType(each)
         module.functional = None  # type: ignore[attr-defined]
         sys.modules[each] = module
+    vars(builtins)["tvF"] = SimpleNamespace(InterpolationMode=None)  # of annotations, where nothing was imported so
     try:
         return import_module(name)
     finally:
+        del vars(builtins)["tvF"]
         for each, module in before.items():
             if module is None:
                 del sys.modules[each]

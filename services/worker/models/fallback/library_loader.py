@@ -37,6 +37,7 @@ from services.worker.models.quantization.method import QuantizationMethod
 from services.worker.models.sharding import PipelineStage, stage_of
 from shared.models.audio_models import read_sound_model
 from shared.models.encoder_models import encoder_type
+from shared.models.video_models import read_video_model
 from shared.telemetry.startup import STARTUP
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         classifier=classifier,
         generates=pooling is None or not pooling.labels or bool(judged_by),
         images=media,
+        videos=read_video_model(settings.folder) if media else None,
         sounds=read_sound_model(settings.folder) if media else None,
     )
 

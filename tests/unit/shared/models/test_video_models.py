@@ -16,6 +16,7 @@ MODELS = (
     "Glm4vForConditionalGeneration",
     "Glm46VForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
 )
 
 
@@ -45,6 +46,8 @@ def test_some_frames_are_looked_at_whatever_the_files_say(tmp_path: Path, archit
         (MODELS[3], {"max_frames": 24}, MAX_FRAMES),
         (MODELS[4], {"num_frames": 8}, 8),
         (MODELS[4], {}, 32),
+        (MODELS[5], {"num_frames": 8}, 8),
+        (MODELS[5], {}, 32),
     ],
 )
 def test_as_many_are_looked_at_as_they_say(
