@@ -51,6 +51,7 @@ ARCHITECTURES = (
     Architecture("DeepSeek-V4", True, "deepseek-v4"),
     Architecture("HY4", True, "hy4"),
     Architecture("Mistral Large 4", True, "mistral-large-4"),
+    Architecture("GLM-5-Next", True, "glm-5-next"),
     Architecture("MiniMax-M3", True, "minimax-m3"),
     Architecture("Mamba-2", True, "mamba2"),
     Architecture("Bamba", True, "bamba"),

@@ -135,6 +135,8 @@ class IndexWeights:
     """float32 [hidden] each: weight and bias of the layer norm of that row."""
     by_position: PositionScale | None = None
     """See `LatentWeights`; of the indexer's heads."""
+    pool_bias: Tensor | None = None
+    """float32 [pool, dim] of an indexer of pools, of which `inputs` has [dim] more behind the keys: see `PoolStep`."""
 
 
 @dataclass(frozen=True, slots=True)

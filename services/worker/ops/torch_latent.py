@@ -57,12 +57,12 @@ class LatentAttentionStep(NamedTuple):
 
     def _gather(self, sequences: slice, most: int) -> Tensor:
         """Latents and rotated keys of the sequences' first `most` tokens (rounded up to blocks): [S, tokens, D]."""
-        parts = [_first_rows(cache, self.meta, sequences, most) for cache in (self.cache.latents, self.cache.rotated)]
+        parts = [first_rows(cache, self.meta, sequences, most) for cache in (self.cache.latents, self.cache.rotated)]
         return torch.cat(parts, dim=-1)
 
-    def attend_to(self, chosen: Tensor) -> Iterator[Tensor]:
+    def attend_to(self, chosen: Tensor, unseen: Tensor | None = None) -> Iterator[Tensor]:
         """The same of some rows at a time, each of which attends to those tokens alone; `chosen`: see
-        `LatentOps.choose`."""
+        `LatentOps.choose`. `unseen` [n, count]: which of them it does not; None: those behind its position."""
         count = chosen.shape[1]
         step = max(1, _MAX_GATHERED // (self.q.shape[2] * count))
         tokens = torch.arange(count, dtype=torch.int32, device=chosen.device)
@@ -70,8 +70,8 @@ class LatentAttentionStep(NamedTuple):
             slots = chosen[rows].flatten()
             parts = [cache.flatten(0, 2).index_select(0, slots) for cache in (self.cache.latents, self.cache.rotated)]
             keys = torch.cat(parts, dim=-1).view(-1, count, self.q.shape[2])
-            unseen = tokens > self.meta.positions[rows].unsqueeze(1)
-            yield self._attend(self.q[rows], keys, unseen.unsqueeze(1))
+            hidden = tokens > self.meta.positions[rows].unsqueeze(1) if unseen is None else unseen[rows]
+            yield self._attend(self.q[rows], keys, hidden.unsqueeze(1))
 
     def _attend(self, q: Tensor, keys: Tensor, unseen: Tensor) -> Tensor:
         """q [S, rows of heads, D], keys [S, tokens, D], unseen [S, 1 or rows of heads, tokens] → [S, rows, rank]."""
@@ -142,12 +142,15 @@ class IndexStep(NamedTuple):
             yield slice(start, start + rows_of_it), slice(sequence, sequence + 1), context
             start += rows_of_it
 
-    def score(self, rows: slice, keys: Tensor) -> Tensor:
-        """keys [S, tokens, dim] of S sequences, to which the rows belong in turn, or all to one → [rows, tokens]; -inf
-        where a row does not see."""
+    def scores(self, rows: slice, keys: Tensor) -> Tensor:
+        """keys [S, count, dim] of S sequences, to which the rows belong in turn, or all to one → [rows, count]."""
         q, weights = self.q[rows].to(keys.dtype), self.weights[rows]
         scores = torch.matmul(q.view(len(keys), -1, q.shape[2]), keys.transpose(1, 2)).float().relu_()
-        scores = torch.matmul(weights.unsqueeze(1), scores.view(*q.shape[:2], -1)).squeeze(1)
+        return torch.matmul(weights.unsqueeze(1), scores.view(*q.shape[:2], -1)).squeeze(1)
+
+    def score(self, rows: slice, keys: Tensor) -> Tensor:
+        """The same of tokens; -inf where a row does not see."""
+        scores = self.scores(rows, keys)
         tokens = torch.arange(keys.shape[1], dtype=torch.int32, device=keys.device)
         return scores.masked_fill_(tokens > self.meta.positions[rows].unsqueeze(1), float("-inf"))
 
@@ -159,7 +162,7 @@ def choose_tokens(step: IndexStep, count: int) -> Tensor:
     assert cache is not None, "there are an indexer's keys"
     parts = []
     for rows, sequences, tokens in step.pieces():
-        keys, tables = _first_rows(cache, meta, sequences, tokens), meta.block_tables[sequences].long()
+        keys, tables = first_rows(cache, meta, sequences, tokens), meta.block_tables[sequences].long()
         most = rows.stop - rows.start
         if len(keys) == 1:
             most = max(1, _MAX_SCORES // (step.q.shape[1] * keys.shape[1]))
@@ -183,7 +186,7 @@ def best_tokens(scores: Tensor, count: int) -> Tensor:
     return torch.cat((places, places.new_zeros(rows, count - taken)), dim=1) if taken < count else places
 
 
-def _first_rows(cache: Tensor, meta: BatchMeta, sequences: slice, most: int) -> Tensor:
-    """The rows of the sequences' first `most` tokens (rounded up to blocks), [S, tokens, D]."""
+def first_rows(cache: Tensor, meta: BatchMeta, sequences: slice, most: int) -> Tensor:
+    """Of a layer's cache the rows of the sequences' first `most` tokens (rounded up to blocks), [S, tokens, D]."""
     tables = meta.block_tables[sequences, : -(-most // cache.shape[2])]
     return cache.index_select(0, tables.reshape(-1)).flatten(1, 2).view(len(tables), -1, cache.shape[3])

@@ -53,6 +53,11 @@ ADAPTED = {
         *("mlp.gate_up_proj", "mlp.down_proj", "shared_experts.gate_up_proj", "shared_experts.down_proj"),
     ),
     **dict.fromkeys(("deepseek-v3.2", "glm-5", "hy4"), _OF_LATENTS),
+    "glm-5-next": (
+        *(f"self_attn.{part}_proj" for part in ("q_a", "q_b", "q", "k", "v", "b", "g_a", "g_b", "o")),
+        *("self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "forget_gate.f_a_proj", "forget_gate.f_b_proj"),
+        *(f"{block}.{part}_proj" for block in ("layers.0.mlp", "shared_experts") for part in ("gate", "up", "down")),
+    ),
     "mistral-large-4": (
         *("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj"),
         *(f"{block}.{part}_proj" for block in ("mlp", "shared_experts") for part in ("gate", "up", "down")),

@@ -30,7 +30,13 @@ PROMPT = [3 + 7 * i % (VOCABULARY - 3) for i in range(50)]
 OUTPUT = 5
 RANK, ROTATED, INDEX, LAYERS = 32, 8, 20, 3
 """Of the tiny models."""
-SPARSE = [("deepseek-v3.2", "native"), ("glm-5", "torch"), ("hy4", "native"), ("mistral-large-4", "native")]
+SPARSE = [
+    ("deepseek-v3.2", "native"),
+    ("glm-5", "torch"),
+    ("hy4", "native"),
+    ("mistral-large-4", "native"),
+    ("glm-5-next", "native"),
+]
 WHOLE_BLOCKS = {"moe_intermediate_size": 64, "q_lora_rank": 64, "v_head_dim": 16}
 """So that inputs are whole groups."""
 
@@ -54,10 +60,29 @@ def agrees(model: TinyModel, recorded: list[Tensor], **settings: Any) -> None:
         ("glm-5", {"indexer_types": None, "n_group": 1, "topk_group": 1}, "native"),
         ("glm-5", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "torch"),
         ("hy4", {"indexer_types": None, "mlp_layer_types": None, "hc_mult": 4, "hc_magnitude": 1.5}, "torch"),
+        ("glm-5-next", {"index_kpool": 12, "linear_lower_bound": None, "norm_topk_prob": False}, "torch"),
+        (
+            "glm-5-next",
+            {
+                "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+                "indexer_types": ["full", "full", "shared", "full"],
+            },
+            "native",
+        ),
         ("mistral-large-4", {"no_rope_layers": None, "kv_source_layers": None, "attention_bias": True}, "torch"),
         ("mistral-large-4", {"no_rope_layers": [0] * 6, "kv_source_layers": [0] * 6, "indexer_types": None}, "native"),
     ],
-    ids=["from dense on", "all rotated", "as published", "named layers", "streams", "own latents", "one's latents"],
+    ids=[
+        "from dense on",
+        "all rotated",
+        "as published",
+        "named layers",
+        "streams",
+        "one pool",
+        "shared pools",
+        "own latents",
+        "one's latents",
+    ],
 )
 def test_variants_are_as_the_reference_has_them(
     tmp_path: Path, recorded: list[Tensor], family: str, changes: dict[str, Any], ops: OpsName

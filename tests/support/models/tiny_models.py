@@ -112,6 +112,13 @@ _MISTRAL_LARGE: dict[str, Any] = {
     "rope_parameters": {**_YARN, "attention_factor": 1.0},
 }
 """Of layers with and without rotation some attend to another's latents, by what they or another choose."""
+_GLM_NEXT: dict[str, Any] = {
+    **{key: value for key, value in (_LATENT | _SPARSE).items() if key not in ("rope_parameters", "head_dim")},
+    "model_type": "glm5_next_text",
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+} | {"n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "qk_rope_head_dim": 0, "index_kpool": 4, "hc_mult": 3}
+_GLM_NEXT |= {"linear_num_heads": 6, "linear_head_dim": 10}
 _TOWER = {
     "model_type": "pixtral",
     "hidden_size": 32,
@@ -121,7 +128,18 @@ _TOWER = {
     "patch_size": 4,
     "image_size": 16,
 }
-"""Beside a language model that is never alone."""
+_GLM_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "out_hidden_size": 48,
+    "intermediate_size": 48,
+    "projection_intermediate_size": 48,
+}
+_TOWERS = {"mistral_large4_text": _TOWER, "glm5_next_text": _GLM_TOWER}
+"""Beside language models that are never alone."""
 
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -263,6 +281,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LATENT, **_SPARSE, "n_group": 1, "topk_group": 1, "rope_parameters": _PLAIN}
         | {"indexer_types": ["full", "shared", "full"], "hc_mult": 3},
     ),
+    "glm-5-next": ("Glm5NextConfig", _GLM_NEXT),
     "mistral-large-4": ("MistralLarge4Config", _MISTRAL_LARGE),
     "mamba2": (
         "Mamba2Config",
@@ -381,12 +400,13 @@ STATE_FAMILIES = (
     *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
     *("olmo-hybrid", "kimi-linear", "ling-3", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1"),
     *("lfm2", "lfm2-moe", "lfm3"),
-    *("mamba", "falcon-mamba", "jamba", "zamba2"),
+    *("glm-5-next", "mamba", "falcon-mamba", "jamba", "zamba2"),
 )
 """With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions or lightning attention."""
 IN_EXTRAS = (
     *("olmo-hybrid", "kimi-linear", "ling-3", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe"),
     *("lfm3", "falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4", "hy4", "mistral-large-4", "minimax-m3"),
+    "glm-5-next",
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
@@ -437,8 +457,8 @@ def make_config(family: str, **changes: Any) -> PretrainedConfig:
     chosen = {**_SHAPE, **own, **changes}
     if "kv_lora_rank" in own:
         chosen["num_key_value_heads"] = chosen["num_attention_heads"]  # each has keys and values, made of the latent
-    if own.get("model_type") == "mistral_large4_text":
-        chosen = {"text_config": chosen, "vision_config": _TOWER}
+    if own.get("model_type") in _TOWERS:
+        chosen = {"text_config": chosen, "vision_config": _TOWERS[own["model_type"]]}
     if "o_groups" in own:
         chosen["num_key_value_heads"] = 1  # which all heads read
     config: PretrainedConfig = getattr(transformers, kind)(**copy.deepcopy(chosen))  # which some of them change

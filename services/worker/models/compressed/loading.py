@@ -118,8 +118,10 @@ class StreamsLoader(NamedTuple):
         attention, mlp = (self._mixing(f"{layer}.{each}_hc.", outputs, scales) for each in ("attn", "ffn"))
         return attention, mlp
 
-    def last(self) -> StreamMixing:
-        """Those behind the last layer."""
+    def last(self) -> StreamMixing | None:
+        """Those behind the last layer; None: what is there is a mean."""
+        if self.connections.averaged:
+            return None
         return self._mixing("model.hc_head.hc_", self.connections.streams, 1)
 
     def _mixing(self, name: str, outputs: int, scales: int) -> StreamMixing:

@@ -71,6 +71,8 @@ class HyperConnections(Struct, frozen=True, omit_defaults=True):
     eps: float
     mixes: bool = True
     """Streams are mixed behind a block; else each stays what it is, and gets a part of the output (HY4)."""
+    averaged: bool = False
+    """Behind the last layer the mean of the streams is taken; else the checkpoint says how much of each."""
     magnitude: float = 2.0
     """The most of the output that a stream gets."""
 

@@ -33,13 +33,21 @@ class IndexConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of the norm of keys."""
     shared: tuple[int, ...] = ()
     """Layers without one, which attend to what the layer before them chose (IndexCache, arXiv:2603.12201)."""
+    pool: int = 1
+    """Tokens that are scored, and chosen, together; behind a token's key is cached how much each element counts in its
+    pool (GLM-5-Next)."""
     reads_rows: bool = False
     """Queries are made of the normed row, and not of the latent of queries; how much each head's count goes by the
     position, as `LatentConfig.by_position` has it (Mistral Large 4)."""
 
     def parameters(self, hidden: int, q_rank: int) -> int:
         """Weights of one layer's matrices."""
-        return (hidden if self.reads_rows else q_rank) * self.heads * self.dim + hidden * (self.dim + self.heads)
+        return (hidden if self.reads_rows else q_rank) * self.heads * self.dim + hidden * (self.cached_dim + self.heads)
+
+    @property
+    def cached_dim(self) -> int:
+        """Elements that a token has in a layer's cache."""
+        return self.dim * (1 if self.pool == 1 else 2)
 
 
 class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -107,7 +115,7 @@ class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def beside_dim(self) -> int:
         """Elements of them that lie beside the latent: the rotated key, and behind it the indexer's."""
-        return self.rope_dim + (0 if self.index is None else self.index.dim)
+        return self.rope_dim + (0 if self.index is None else self.index.cached_dim)
 
     def parameters(self, hidden: int, heads: int) -> int:
         """Weights of one layer's matrices."""

@@ -10,6 +10,7 @@ from msgspec import Struct
 from services.worker.models.hf_layers.tied_heads import TIED, HasHead, tied_head, without_tensors, without_ties
 from shared.models.image_models import (
     GEMMA,
+    GLM_5_NEXT,
     KIMI_K2_5,
     LFM2_VL,
     LFM3_VL,
@@ -40,6 +41,7 @@ _OWN_MODELS = {
     QIANFAN_OCR: {"qwen3": "Qwen3ForCausalLM"},
     **{each: {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"} for each in KIMI_K2_5},
     MISTRAL_LARGE_4: {"mistral_large4_text": "MistralLarge4ForCausalLM"},
+    GLM_5_NEXT: {"glm5_next_text": "Glm5NextForCausalLM"},
     MINIMAX_M3_VL: {"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
     LFM3_VL: {"lfm3": "Lfm3ForCausalLM"},
     LFM2_VL: {"lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM"},

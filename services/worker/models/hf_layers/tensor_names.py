@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES, LFM3
-from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, KIMI_LINEAR, LING_3, OLMO_HYBRID
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, GLM_NEXT, KIMI_LINEAR, LING_3, OLMO_HYBRID
 from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
 from services.worker.models.hf_layers.selective import JAMBA
 from services.worker.models.hf_layers.shared import ZAMBA2
@@ -191,6 +191,7 @@ _NAMES = {
             ("post_attention_layernorm", "feedforward_layer_norm"),
         ),
     ),
+    GLM_NEXT: TensorNames(mixer="self_attn", mixer_output="o_proj"),
     KIMI_LINEAR: TensorNames(mixer="self_attn", mixer_output="o_proj", other_mlp="block_sparse_moe"),
     **dict.fromkeys(LING_3, TensorNames(mixer="self_attn", mixer_output="o_proj", head_gate=HEAD_GATE)),
     **dict.fromkeys(

@@ -45,7 +45,7 @@ class StreamsDecoder(Decoder):
             streams = self._layer(number, streams, ids, meta, caches, wanted if last else None)
             if last and not len(wanted):
                 return None
-        if self._weights.final_norm is None or self._weights.streams is None:
+        if self._weights.final_norm is None:
             self._pipeline.send(streams.flatten(1))
             return None
         x = close_streams(streams, self._weights.streams, connections, eps)
@@ -80,6 +80,9 @@ class StreamsDecoder(Decoder):
         """x [n, hidden], normed → what computes the heads' values for them, [n, …], in the layer of this number on this
         rank; the cache has what is kept of the rows then."""
         layer, attention = self._weights.layers[number], self._latent
+        if layer.mixer is not None:
+            mixed = self._states.mixed(layer, self._inputs(layer, x), x, meta, caches[number])
+            return lambda: mixed
         assert attention is not None, "attention is latent"
         queries = attention.queries(layer, x, meta, caches[number])
         return partial(attention.attend, layer, queries, meta, caches[number])

@@ -67,8 +67,11 @@ def _open_alone(
     return read, OpenBlock(streams, config.magnitude * added.sigmoid() + config.eps, None)
 
 
-def close_streams(streams: Tensor, weights: StreamMixing, config: HyperConnections, norm_eps: float) -> Tensor:
-    """streams [n, S, hidden] behind the last layer → the rows that the last norm reads, [n, hidden]."""
+def close_streams(streams: Tensor, weights: StreamMixing | None, config: HyperConnections, norm_eps: float) -> Tensor:
+    """streams [n, S, hidden] behind the last layer → the rows that the last norm reads, [n, hidden]. `weights`: None:
+    their mean."""
+    if weights is None:
+        return streams.mean(dim=1)
     made = _projected(streams, weights, norm_eps)
     return _joined(streams, (made * weights.scale + weights.base).sigmoid() + config.eps)
 

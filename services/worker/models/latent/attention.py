@@ -16,10 +16,11 @@ from torch import Tensor
 
 from services.worker.models.config import ModelError
 from services.worker.models.hf_layers.latent import IndexConfig, LatentConfig
+from services.worker.models.latent.pools import ChosenPools, PoolStep, pooled_attention
 from services.worker.models.sharding import PipelineStage
 from services.worker.models.weights import IndexWeights, LatentWeights, LayerWeights
 from services.worker.ops.interface import AttentionName, BatchMeta, CacheDtype, LatentCache, Ops
-from services.worker.ops.torch_latent import sunk_attention
+from services.worker.ops.torch_latent import IndexStep, sunk_attention
 
 
 def check_latent(latent: LatentConfig, cache: CacheDtype, attention: AttentionName, stage: PipelineStage) -> None:
@@ -44,7 +45,7 @@ class _Choice(NamedTuple):
     """What the last indexer chose for the rows of a step; None: they attend to all."""
 
     meta: BatchMeta
-    slots: Tensor | None
+    slots: Tensor | ChosenPools | None
 
 
 class LatentAttention:
@@ -104,10 +105,11 @@ class LatentAttention:
         """`cached` with the indexer's keys of rows x behind it, and how much its heads count. Keys of layers that have
         no indexer are zeros."""
         if weights is None:
-            return torch.cat((cached, cached.new_zeros(len(x), index.dim)), dim=1), None
-        keys, counts = torch.split(self._ops.linear(x, weights.inputs).float(), [index.dim, index.heads], dim=1)
+            return torch.cat((cached, cached.new_zeros(len(x), index.cached_dim)), dim=1), None
+        sizes = [index.dim, index.cached_dim - index.dim, index.heads]
+        keys, shares, counts = torch.split(self._ops.linear(x, weights.inputs).float(), sizes, dim=1)
         keys = F.layer_norm(keys, (index.dim,), *weights.key_norm, eps=index.norm_eps)
-        return torch.cat((cached, keys.to(cached.dtype)), dim=1), counts
+        return torch.cat((cached, keys.to(cached.dtype), shares.to(cached.dtype)), dim=1), counts
 
     def _choose(
         self,
@@ -128,6 +130,9 @@ class LatentAttention:
         if weights.by_position is not None:
             q = q * weights.by_position.of(meta.positions).to(q.dtype)
         keys = LatentCache.of(cache, self._latent.rope_dim)
+        if weights.pool_bias is not None:
+            step = PoolStep(IndexStep(q, counts, keys, meta), weights.pool_bias, index.chosen // index.pool)
+            return _Choice(meta, step.choose())
         return _Choice(meta, self._ops.latents.choose(q, counts, meta, cos_sin, keys, index.chosen))
 
     def attend(self, layer: LayerWeights, queries: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
@@ -146,7 +151,10 @@ class LatentAttention:
         read = self._lent[weights.rotated] if weights.latents == "borrowed" else cache
         latents = LatentCache.of(read, self._latent.rope_dim)
         if layer.sinks is not None:  # which no kernel of latents knows
+            assert not isinstance(chosen, ChosenPools), "no model has both"
             mixed = sunk_attention(q, latents, meta, self._scale, layer.sinks, chosen).to(q.dtype)
+        elif isinstance(chosen, ChosenPools):
+            mixed = pooled_attention(q, latents, meta, self._scale, chosen).to(q.dtype)
         else:
             mixed = ops.attention(q, latents, meta, scale=self._scale, chosen=chosen)
         values = ops.linear_of_heads(mixed, weights.values_up)

@@ -106,6 +106,14 @@ class LatentLoader(NamedTuple):
         keys = permuted(self.matrices.read(f"{name}.wk", (index.dim, hidden)), order)
         weights = self.matrices.read(f"{name}.weights_proj", (index.heads, hidden))
         numbers = [self.matrices.numbers(each) for each in (keys, weights)]
+        pool_bias = None
+        if index.pool > 1:
+            of_pools = f"{name}.index_kpool_compress_"
+            gate = self.matrices.checkpoint.read(f"{of_pools}gate", (index.dim, hidden))
+            numbers.insert(1, gate.to(numbers[0].device))
+            pool_bias = read_exactly(self.matrices.checkpoint, f"{of_pools}ape", (index.pool, index.dim)).to(
+                self.device
+            )
         width = hidden if index.reads_rows else self.latent.q_rank
         assert width is not None, "queries are made of a latent"
         queries = self.matrices.read(f"{name}.wq_b", (index.heads * index.dim, width))
@@ -114,6 +122,7 @@ class LatentLoader(NamedTuple):
             inputs=self.matrices.pack(self.matrices.join([each.to(numbers[0].dtype) for each in numbers]), None),
             key_norm=(weight, bias),
             q_up=self.matrices.pack(permuted(queries, by_head), None),
+            pool_bias=pool_bias,
             row_norm=self._layer_norm(f"{name}.q_input_norm", hidden) if index.reads_rows else None,
             by_position=self._by_position(name, (0, index.heads), index.heads) if index.reads_rows else None,
         )

@@ -18,6 +18,7 @@ from msgspec import Struct
 from services.worker.models.config import LayerConfig, Mixture, ModelError, SkipConnections
 from services.worker.models.hf_layers.compressed import HY4
 from services.worker.models.hf_layers.tensor_names import OURO
+from services.worker.models.published.glm_next import GLM_NEXT, glm_next
 from services.worker.models.published.hunyuan import hy4
 from services.worker.models.published.jais import JAIS, jais
 from services.worker.models.published.layout import Published
@@ -424,6 +425,7 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     "Plamo3ForCausalLM": plamo_3,
     MINIMAX_M3: minimax_m3,
     HY4: hy4,
+    GLM_NEXT: glm_next,
     MISTRAL_LARGE_4: mistral_large,
 }
 """Who reads the configuration of which architecture."""

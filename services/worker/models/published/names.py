@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from services.worker.models.config import ModelConfig
 from services.worker.models.hf_layers.compressed import DEEPSEEK_V4, HY4
-from services.worker.models.hf_layers.delta import LING_3
+from services.worker.models.hf_layers.delta import GLM_NEXT, LING_3
 from services.worker.models.hf_layers.latent import MISTRAL_LARGE_4
-from services.worker.models.published import hunyuan, minimax, mistral_large
+from services.worker.models.published import glm_next, hunyuan, minimax, mistral_large
 from services.worker.models.published.minimax import MINIMAX_M3
 
 _DEEPSEEK_V4 = (
@@ -71,6 +71,7 @@ def ling_3_name(name: str) -> str:
 _NAMES = {
     DEEPSEEK_V4: deepseek_v4_name,
     HY4: hunyuan.library_name,
+    GLM_NEXT: glm_next.library_name,
     MINIMAX_M3: minimax.library_name,
     MISTRAL_LARGE_4: mistral_large.library_name,
     **dict.fromkeys(LING_3, ling_3_name),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.worker.models.checkpoint import StoredTensorSource, read_exactly
 from services.worker.models.config import DeltaConfig, ModelConfig, ModelError
-from services.worker.models.hf_layers.delta import KIMI_LINEAR, LING_3, OLMO_HYBRID
+from services.worker.models.hf_layers.delta import GLM_NEXT, KIMI_LINEAR, LING_3, OLMO_HYBRID
 from services.worker.models.hf_layers.tensor_names import tensor_names
 from services.worker.models.quantization.matrices import MatrixLoader, permuted
 from services.worker.models.sharding import MixerShard
@@ -86,7 +86,7 @@ class DeltaLoader(NamedTuple):
         if not delta.by_element:
             decay, bias = self._read("A_log", (delta.heads,)), self._read("dt_bias", (delta.heads,))
         else:
-            shape = (delta.heads,) if delta.element_rates else (1, 1, delta.heads, 1)
+            shape = (1, 1, delta.heads, 1) if self.config.architecture == KIMI_LINEAR else (delta.heads,)
             decay = self._read(f"{block}A_log", shape).flatten()
             bias = self._read(f"{block}dt_bias", (delta.keys,)).view(delta.heads, delta.state_dim)
         return decay[heads].exp().neg(), bias[heads].contiguous()
@@ -94,7 +94,7 @@ class DeltaLoader(NamedTuple):
     def mixer(self) -> DeltaNet:
         """All that is between them."""
         delta, (decay, step_bias) = self.delta, self._rates()
-        norm = "o_norm" if self.config.architecture in (OLMO_HYBRID, KIMI_LINEAR, *LING_3) else "norm"
+        norm = "o_norm" if self.config.architecture in (OLMO_HYBRID, KIMI_LINEAR, GLM_NEXT, *LING_3) else "norm"
         conv = self._convolution().squeeze(1)
         own = conv[_channels(delta, self.shard).to(conv.device)]
         return DeltaNet(

@@ -1,4 +1,5 @@
-"""What configs say of MiniMax-M3, HY4 and Mistral Large 4, as published files have it and as transformers 5 does."""
+"""What configs say of MiniMax-M3, HY4, Mistral Large 4 and GLM-5-Next, as published files have it and as
+transformers 5 does."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import msgspec
 import pytest
 
 from services.worker.backend import BackendError
-from services.worker.models.config import HyperConnections, Mixture
+from services.worker.models.config import DeltaConfig, HyperConnections, Mixture
 from services.worker.models.hf_config import is_native, read_model_config
-from services.worker.models.published import hunyuan, minimax, mistral_large
+from services.worker.models.published import glm_next, hunyuan, minimax, mistral_large
 from services.worker.sim.shape import read_shape
 from tests.support.models.config_files import assert_refused, read, write
 
@@ -31,7 +32,8 @@ M3: dict[str, Any] = {
 """With the keys of published files; sizes are the defaults."""
 HY4: dict[str, Any] = {"architectures": ["HYV4ForCausalLM"]}
 LARGE: dict[str, Any] = {"architectures": ["MistralLarge4ForCausalLM"]}
-"""The language model within; sizes are the defaults."""
+NEXT: dict[str, Any] = {"architectures": ["Glm5NextForCausalLM"]}
+"""The language models within; sizes are the defaults."""
 
 
 def test_minimax_m3_is_read_up_to_what_its_indexer_chooses_whole(tmp_path: Path) -> None:
@@ -118,6 +120,27 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
             *(LARGE, {"layer_types": ["full_attention"]}),
             "layer_types 'full_attention' is not supported; supported: indexed_attention",
         ),
+        (NEXT, {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; 10.0 is"),
+        (NEXT, {"qk_rope_head_dim": 64}, "qk_rope_head_dim 64 is not supported; 0 is"),
+        (NEXT, {"qk_nope_head_dim": 2}, "qk_nope_head_dim 2 is not above 2"),
+        (
+            *(NEXT, {"index_kpool_always_select_tail": False}),
+            "index_kpool_always_select_tail False is not supported; True is",
+        ),
+        (NEXT, {"index_topk": 2000, "index_kpool": 32}, "index_topk 2000 is no multiple of index_kpool 32"),
+        (NEXT, {"index_kpool": 0}, "index_kpool 0 is not positive"),
+        (NEXT, {"index_topk_freq": 2}, "index_topk_pattern and index_topk_freq are not supported; indexer_types is"),
+        (NEXT, {"indexer_types": ["full"]}, "indexer_types names 1 layers, num_hidden_layers 45"),
+        (
+            *(NEXT, {"indexer_types": ["shared"] * 45}),
+            "indexer_types 'shared' of layer 3: the layer before it chooses nothing",
+        ),
+        (NEXT, {"layer_types": ["linear_attention"]}, "layer_types names 1 layers, num_hidden_layers 45"),
+        (
+            *(NEXT, {"layer_types": ["sliding_attention"] * 45}),
+            "layer_types 'sliding_attention' is not supported; supported: linear_attention, indexed_attention, "
+            "full_attention",
+        ),
         (LARGE, {"n_group": 2}, "n_group 2 is not supported; 1 is"),
         (LARGE, {"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0 is not positive"),
         (LARGE, {"no_rope_layers": [1]}, "no_rope_layers names 1 layers, num_hidden_layers 72"),
@@ -172,6 +195,27 @@ def test_mistral_large_is_a_glm_5_that_shares_latents(tmp_path: Path) -> None:
     assert [layer.mixes for layer in config.layers] == [False] + [True] * 71
 
 
+def test_glm_next_is_a_ling_3_in_streams_that_chooses_pools(tmp_path: Path) -> None:
+    published = {"head_dim": 96, "num_heads": 32, "short_conv_kernel_size": 3, "gate_lower_bound": -4.0}
+    config = read(tmp_path, NEXT, linear_attn_config=published)
+    assert is_native(tmp_path)
+    latent, mixture, states = config.latent, config.mixture, config.states
+    assert config.connections == HyperConnections(4, 20, 1e-6, averaged=True)
+    assert states == DeltaConfig(
+        heads=32, head_dim=96, groups=32, state_dim=96, kernel=3, gate_rank=96, lower_bound=-4.0
+    )
+    assert [number for number, layer in enumerate(config.layers) if not layer.has_state] == list(range(3, 45, 4))
+    assert latent is not None
+    assert latent.unrotated == tuple(range(3, 45, 4))
+    assert (latent.query_dim, latent.gates, latent.norm_eps, config.attention_scale) == (256, None, 1e-5, 1 / 16)
+    assert latent.index is not None
+    assert (latent.index.pool, latent.index.chosen, latent.index.cached_dim) == (16, 2048, 256)
+    assert mixture is not None
+    assert (mixture.experts, mixture.chosen, mixture.scale, mixture.groups) == (288, 8, 2.5, 1)
+    assert (config.activation, config.max_positions) == ("silu_limited", 1_048_576)
+    assert [layer.mixes for layer in config.layers] == [False] * 3 + [True] * 42
+
+
 def test_mistral_large_is_found_within_the_model_with_a_tower(tmp_path: Path) -> None:
     text = {"model_type": "mistral_large4_text"}
     whole = {"architectures": ["MistralLarge4ForConditionalGeneration"], "text_config": text, "dtype": "bfloat16"}
@@ -207,6 +251,8 @@ def test_published_names_are_the_librarys() -> None:
     assert minimax.library_name("model.layers.1.block_sparse_moe.e_score_correction_bias") == (
         "model.layers.1.mlp.gate.e_score_correction_bias"
     )
+    assert glm_next.library_name("model.layers.0.hc_attn_fn") == "model.layers.0.attn_hc.fn"
+    assert glm_next.library_name("model.layers.0.self_attn.A_log") == "model.layers.0.self_attn.forget_gate.A_log"
     assert hunyuan.library_name("model.hc_pre.hc_head.hc_head_fn") == "model.hc_head.hc_fn"
     assert hunyuan.library_name("model.layers.0.hc_pre.hc_mlp_layer.hc_base") == "model.layers.0.ffn_hc.base"
     assert hunyuan.library_name("model.layers.0.self_attn.linear_gate.weight") == (
@@ -219,7 +265,10 @@ def test_the_simulation_knows_no_streams(tmp_path: Path) -> None:
         read_shape(write(tmp_path, HY4), "auto")
 
 
-def test_the_simulation_knows_no_latents_that_layers_share(tmp_path: Path) -> None:
-    whole = {"architectures": ["MistralLarge4ForConditionalGeneration"], "text_config": {}}
-    with pytest.raises(BackendError, match=r"no models with latents that layers share \(MistralLarge4"):
+@pytest.mark.parametrize(
+    ("name", "kind"), [("MistralLarge4", "latents that layers share"), ("Glm5Next", "gated delta nets")]
+)
+def test_the_simulation_knows_no_model_with_a_tower_of_these(tmp_path: Path, name: str, kind: str) -> None:
+    whole = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": {}}
+    with pytest.raises(BackendError, match=rf"no models with {kind} \({name}For"):
         read_shape(write(tmp_path, whole), "auto")
