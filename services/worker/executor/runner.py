@@ -37,6 +37,7 @@ from services.worker.models.states.sequence_states import SequenceStates
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.drafts import SlotCopies
 from services.worker.ops.interface import BatchMeta
+from services.worker.ops.torch_ops import TorchOps
 from services.worker.ops.transfer import to_device
 from services.worker.platforms.interface import Platform
 from services.worker.sampling.history import HistoryLookup
@@ -49,6 +50,7 @@ from services.worker.speculation.drafted_states import DraftedStates
 from services.worker.speculation.proposer import NO_DRAFTS, DraftSettings, Proposer
 from services.worker.speculation.verification import AcceptedTokens, VerifiedDrafts, verify_batch
 from shared.kv_groups import KvCacheGroup
+from shared.messages.lifecycle import SLOWLY
 from shared.messages.model_card import ModelCard
 from shared.messages.scheduler import SampledTokens, SequenceFailed, StepTiming
 from shared.messages.worker import StepPlan
@@ -309,7 +311,7 @@ class StepRunner:
         self.kv_groups = rank.groups
         self.state_checkpoints = None if rank.states is None else rank.states.checkpoints
         self.state_records = rank.state_records
-        self.device = str(rank.platform)
+        self.device = _device_text(rank)
         self.device_name = rank.platform.device_name
         self.kv: RankKvCache | None = rank.kv
         self.grammars = rank.grammars
@@ -446,3 +448,10 @@ def _complete(plan: StepPlan, sampled: tuple[SampledTokens, ...]) -> tuple[Sampl
     return tuple(
         by_sequence.get(work.sequence) or SampledTokens(work.sequence, ()) for work in plan.work if work.sample
     )
+
+
+def _device_text(rank: RankState) -> str:
+    """For people: they have no other way to see that a rank computes many times slower than it could."""
+    ops = rank.decoder.ops
+    why = ops.stands_in_because if isinstance(ops, TorchOps) else ""
+    return f"{rank.platform} {SLOWLY}: {why}" if why else str(rank.platform)

@@ -39,7 +39,7 @@ class OpsChoice(NamedTuple):
         """Of keys and values, where it is not the weights'."""
         return CACHE_DTYPES.get(self.cache)
 
-    def torch(self) -> Ops:
+    def torch(self) -> TorchOps:
         """PyTorch's own."""
         return _copying_natively(TorchOps(self.device, self.dtype, block_size=self.block_size))
 
@@ -115,5 +115,7 @@ def _best(choice: OpsChoice, best: OpsName) -> Ops:
     except OpsUnavailable as reason:
         if choice.cache != "auto" or (best == "triton" and choice.attention != "auto") or choice.instructions:
             raise  # PyTorch's have none of these, whatever the reason; and that reason is what can be mended
-        _log.info("only PyTorch's own operations are available: %s", reason)
-        return choice.torch()
+        _log.warning("only PyTorch's own operations are available, which are slower: %s", reason)
+        ops = choice.torch()
+        ops.stands_in_because = str(reason)
+        return ops

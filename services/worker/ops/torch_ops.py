@@ -91,6 +91,8 @@ class TorchOps:
         self.block_size = block_size
         self.make_cells: MakeCells = PlainArenaCells
         """How blocks of another device than a CPU pass between the host's memory and a store's."""
+        self.stands_in_because = ""
+        """Why these compute where the device has faster ones; empty: it has not, or these were asked for."""
         self._device = device
         self._dtype = dtype
         self._onednn = device.type == "cpu" and _onednn_multiplies(dtype)

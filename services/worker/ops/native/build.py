@@ -30,8 +30,11 @@ from shared.config import cache_folder, process_environment
 Level = Literal["amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "neon", "portable"]
 """Instructions that kernels may use; on x86 each level needs all that come after it there."""
 
-COMPILE_SECONDS = 300.0
-"""A compiler that takes longer is stopped (two free cores take 25; with twenty processes on them 160 were seen)."""
+COMPILE_CPU_SECONDS = 300
+"""Processor time of one source: a compiler that takes more is stopped. The longest source takes 20."""
+COMPILE_SECONDS = 1800.0
+"""A compiler that hangs is stopped after this. Two free cores take 25 in all; what others compile meanwhile, or run, is
+not counted against it: PyTorch's operations, which there are otherwise, take several times as long for ever."""
 LOCK_PAUSE = 0.1
 """Seconds between two looks whether another process has compiled."""
 
@@ -118,7 +121,7 @@ def library_path(level: Level) -> Path:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """No other process compiles into `folder` meanwhile: the ranks of an engine start together, and would each use all
-    cores for the same. One that takes too long is not waited for: each renames its own result into place."""
+    cores for the same. One that hangs is not waited for: each renames its own result into place."""
     until = time.monotonic() + COMPILE_SECONDS
     lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -225,15 +228,29 @@ def _compile_with(command: Sequence[str], target: Path) -> str | None:
 
 
 def _failure(command: Sequence[str], until: float) -> str | None:
-    """What a compiler complains of, or None. It is stopped at `until`, of the clock that only goes forward."""
+    """What a compiler complains of, or None. It is stopped at `until`, of the clock that only goes forward, or once one
+    of its processes has had COMPILE_CPU_SECONDS."""
     try:
-        left = max(0.0, until - time.monotonic())
-        done = subprocess.run(command, capture_output=True, text=True, timeout=left, check=False)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as compiler:
+            _limit(compiler.pid)
+            try:
+                _, complaints = compiler.communicate(timeout=max(0.0, until - time.monotonic()))
+            except BaseException:
+                compiler.kill()
+                raise
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"
-    if done.returncode != 0:
-        return f"{command[0]} exited with {done.returncode}: {done.stderr.strip()[:500]}"
+    if compiler.returncode != 0:
+        return f"{command[0]} exited with {compiler.returncode}: {complaints.strip()[:500]}"
     return None
+
+
+def _limit(pid: int) -> None:
+    """The processes that it starts from now on have the same limit. Where there is no such call, there is none."""
+    with contextlib.suppress(ImportError, AttributeError, OSError):
+        import resource
+
+        resource.prlimit(pid, resource.RLIMIT_CPU, (COMPILE_CPU_SECONDS, COMPILE_CPU_SECONDS))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

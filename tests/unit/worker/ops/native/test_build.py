@@ -17,6 +17,8 @@ from services.worker.ops.native import build, library
 from services.worker.ops.native.build import BuildError, Level, best_level, library_path, runnable_levels
 from services.worker.ops.native.kernels import NativeKernels
 from services.worker.ops.native.native_ops import NativeOps
+from services.worker.ops.selector import OpsChoice, create_ops
+from services.worker.ops.torch_ops import TorchOps
 from tests.support.worker.native_batches import CPU, native, random
 
 COMPILER = """#!/bin/sh
@@ -105,6 +107,21 @@ def test_a_compiler_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPat
         library_path("portable")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of others' processors' time are Linux's only")
+def test_a_compiler_has_so_much_processor_time_and_not_so_much_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nwhile :; do :; done\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "COMPILE_CPU_SECONDS", 1)
+    monkeypatch.setattr(build, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(build, "_longest_first", lambda: [tmp_path / "one.cpp"])
+    with pytest.raises(BuildError, match=r"exited with -(9|24)"):
+        library_path("portable")
+
+
 def test_a_file_that_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "kernels.so"
     broken.write_bytes(b"not a library")
@@ -146,3 +163,14 @@ def test_a_sleeping_pool_wakes_for_its_next_job() -> None:
     for _ in range(50):
         pause.wait(0.002)
         assert torch.equal(ops.linear(x, packed), expected)
+
+
+def test_operations_that_stand_in_for_native_ones_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(build, "_compilers", lambda level: [["false"]])
+    ops = create_ops(OpsChoice("auto", CPU, torch.float32), best="native")
+    assert isinstance(ops, TorchOps)
+    assert ops.stands_in_because == "false exited with 1: "
+    asked = create_ops(OpsChoice("torch", CPU, torch.float32), best="native")
+    assert isinstance(asked, TorchOps)
+    assert asked.stands_in_because == "", "they were asked for"
