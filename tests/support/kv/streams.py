@@ -59,9 +59,23 @@ class Streams:
         return self.seen[1::2]
 
     async def end(self) -> list[Seen]:
-        async with asyncio.timeout(DEADLINE):
-            await asyncio.gather(*self.tasks)
+        """Waits as long as they go on: engines of several ranks that die twice take a busy machine longer to start than
+        any stream should stand still. Raises TimeoutError once none of them got anything for DEADLINE."""
+        pending = set(self.tasks)
+        while pending:
+            before = self._got
+            _, pending = await asyncio.wait(pending, timeout=DEADLINE, return_when=asyncio.FIRST_EXCEPTION)
+            if any(task.done() and task.exception() is not None for task in self.tasks):
+                break
+            if pending and self._got == before:
+                raise TimeoutError(f"{len(pending)} streams got nothing for {DEADLINE:g} s")
+        await asyncio.gather(*self.tasks)
         return self.seen
+
+    @property
+    def _got(self) -> int:
+        """Characters of all streams, and how many have ended: it changes as long as any goes on."""
+        return sum(len(seen.text) for seen in self.seen) + sum(task.done() for task in self.tasks)
 
 
 async def _stream(client: AsyncOpenAI, model: str, prompt: list[int], salt: str, seen: Seen) -> None:
