@@ -58,6 +58,20 @@ ERROR = {
     },
 }
 
+OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {"message": {"type": "string"}, "type": {"type": "string"}},
+        },
+    },
+}
+
 
 class Operation(NamedTuple):
     """One method of one path."""
@@ -220,15 +234,28 @@ def _page(version: str) -> dict[str, Any]:
         "info": {"title": "Baton", "version": version},
         "paths": paths,
         "components": {
-            "schemas": {**schemas, "Error": ERROR},
+            "schemas": {
+                **schemas,
+                "Error": ERROR,
+                "OllamaError": OLLAMA_ERROR,
+                "AnthropicError": ANTHROPIC_ERROR,
+            },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
 
 
+def _error_of(path: str) -> str:
+    """The schema of its errors: each API has its own shape."""
+    if path.startswith("/api/"):
+        return "OllamaError"
+    return "AnthropicError" if path.startswith("/v1/messages") else "Error"
+
+
 def _description(operation: Operation) -> dict[str, Any]:
     succeeded = {"description": "OK", "content": {kind: {} for kind in operation.content_types}}
-    failed = {"description": "Error", "content": {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}}
+    error = {"$ref": SCHEMAS + _error_of(operation.path)}
+    failed = {"description": "Error", "content": {"application/json": {"schema": error}}}
     description: dict[str, Any] = {"summary": operation.summary, "responses": {"200": succeeded, "default": failed}}
     if operation.with_key:
         description["security"] = [{}, {"key": []}]

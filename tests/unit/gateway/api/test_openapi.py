@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import msgspec
 import pytest
 
+from services.gateway.api.anthropic.answer import error_body as anthropic_error
+from services.gateway.api.errors import RequestError
+from services.gateway.api.ollama.answer import error_body as ollama_error
 from services.gateway.api.openapi import OPERATIONS, openapi_page
 
 PAGE = msgspec.json.decode(openapi_page("1.2.3"))
@@ -58,3 +62,19 @@ def test_what_is_taken_is_valid(name: str, body: dict[str, Any]) -> None:
 def test_what_is_refused_is_not(name: str, body: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(body, schema_of(name))
+
+
+@pytest.mark.parametrize(
+    ("path", "body_of"),
+    [
+        ("/v1/completions", RequestError.body),
+        ("/v1/messages", anthropic_error),
+        ("/v1/messages/count_tokens", anthropic_error),
+        ("/api/chat", ollama_error),
+        ("/api/show", ollama_error),
+    ],
+)
+def test_errors_have_the_shape_that_is_described(path: str, body_of: Callable[[RequestError], bytes]) -> None:
+    described = PAGE["paths"][path]["post"]["responses"]["default"]["content"]["application/json"]["schema"]
+    told = msgspec.json.decode(body_of(RequestError(400, "model: 'x' is not served", param="model")))
+    jsonschema.Draft202012Validator({**described, "components": PAGE["components"]}).validate(told)
