@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,12 +20,10 @@ from shared.bus.memory_bus import MemoryBus
 from shared.bus.nats_connection import NatsOptions, connect
 from tests.support.cluster.nats_server import NatsServer, nats_server
 from tests.support.cluster.stall_proof_clock import StallProofClock
-from tests.support.compiled_tests import compile_missing, keep_constants
+from tests.support.lanes.compiled_tests import compile_missing, keep_constants
 from tests.support.left_out import FOLDERS, LeftOutReport
 from tests.support.worker.broken_devices import end_if_broken, show_errors
 
-# Before torch is imported: models of tests are too small for several threads, and tests run side by side.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of processes of ours are started: none shall compile what another has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -63,9 +61,13 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
     compile_missing(config)
     keep_constants()
+    if not HAS_GPU:
+        from tests.support.lanes.forked_workers import fork_workers
+
+        fork_workers(config, specs)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -73,7 +75,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Files that share stacks go to one process."""
     if config.getvalue("dist") != "loadfile":
         return None
-    from tests.support.shared_stacks import SharedStackScheduling
+    from tests.support.lanes.shared_stacks import SharedStackScheduling
 
     return SharedStackScheduling(config, log)
 

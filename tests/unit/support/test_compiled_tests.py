@@ -9,7 +9,7 @@ import pytest
 from _pytest.assertion import rewrite
 from hypothesis import configuration
 
-from tests.support.compiled_tests import compile_missing, keep_constants
+from tests.support.lanes.compiled_tests import compile_missing, keep_constants
 
 pytest_plugins = ["pytester"]
 

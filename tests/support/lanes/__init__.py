@@ -1,0 +1,1 @@
+"""How a lane of tests shares its work among processes of pytest-xdist."""
