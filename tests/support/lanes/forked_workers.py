@@ -32,17 +32,17 @@ from execnet.gateway_base import Popen2IO
 from tests.support.paths import REPOSITORY
 
 _IMPORTED = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
-_SUPPORT = REPOSITORY / "tests/support"
+_OF_TESTS = re.compile(r"^from (tests[\w.]*) import (\([^)]*\)|.*)", re.MULTILINE)
 
 
-def fork_workers(config: pytest.Config, specs: Sequence[execnet.XSpec], support: Path = _SUPPORT) -> int:
+def fork_workers(config: pytest.Config, specs: Sequence[execnet.XSpec]) -> int:
     """Forks a process for each of `specs` that is one on this machine, to be taken when xdist starts it. Returns how
-    many: none where this process has threads, which would be missing in those. `support`: what tests import."""
+    many: none where this process has threads, which would be missing in those."""
     usual = [spec for spec in specs if _is_usual(spec)]
     gc.disable()  # of what is imported nothing is freed, and what is looked through is copied in each process
     try:
         with catch_warnings_for_item(config, config.hook, "collect", None):
-            _import_all(modules_imported_by([*support.rglob("*.py"), *_test_files(config.args)]))
+            _import_all(modules_imported_by(_test_files(config.args)))
         if not sys.platform.startswith("linux") or len(os.listdir("/proc/self/task")) > 1:
             return 0
         gc.freeze()
@@ -60,9 +60,20 @@ def _is_usual(spec: execnet.XSpec) -> bool:
     return bool(spec.popen and not spec.python and not spec.chdir)
 
 
-def modules_imported_by(files: Iterable[Path]) -> list[str]:
-    """Modules that these files import as they are imported themselves, but for those of tests."""
-    found = dict.fromkeys(name for path in files for name in _IMPORTED.findall(path.read_text()))
+def modules_imported_by(files: Iterable[Path], root: Path = REPOSITORY) -> list[str]:
+    """Modules that these files import as they are imported themselves, also by others of tests; without the latter."""
+    found: dict[str, None] = {}
+    waiting = list(files)
+    seen = set(waiting)
+    while waiting:
+        text = waiting.pop().read_text()
+        found |= dict.fromkeys(_IMPORTED.findall(text))
+        for package, names in _OF_TESTS.findall(text):
+            folder = root.joinpath(*package.split("."))
+            beside = {folder.with_suffix(".py"), *(folder / f"{name}.py" for name in re.findall(r"\w+", names))}
+            new = {path for path in beside - seen if path.exists()}
+            seen |= new
+            waiting += sorted(new)
     return [name for name in found if name.partition(".")[0] != "tests"]
 
 

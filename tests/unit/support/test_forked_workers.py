@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.support.lanes.forked_workers import modules_imported_by
 from tests.support.paths import REPOSITORY
 
 pytest_plugins = ["pytester"]
@@ -12,7 +15,7 @@ CONFTEST = """
 from tests.support.lanes.forked_workers import fork_workers
 
 def pytest_xdist_setupnodes(config, specs):
-    assert fork_workers(config, specs, config.rootpath / "support") == 2
+    assert fork_workers(config, specs) == 2
 """
 TESTS = """
 import os
@@ -57,3 +60,13 @@ def test_warnings_are_errors_as_where_nothing_is_imported_before(pytester: pytes
     result = pytester.runpytest_subprocess("-n", "2", "-W", "error")
     result.stdout.fnmatch_lines(["*UserWarning: it is old*"])
     assert result.ret != 0
+
+
+def test_what_support_of_a_test_imports_is_found_too(tmp_path: Path) -> None:
+    support = tmp_path / "tests/support"
+    support.mkdir(parents=True)
+    (support / "one.py").write_text("import torch\nfrom tests.support import two\n")
+    (support / "two.py").write_text("from openai import OpenAI\nfrom tests.support.one import something\n")
+    (support / "three.py").write_text("import anthropic\n")
+    (tmp_path / "test_a.py").write_text("import os.path\nfrom tests.support import (\n    one,\n    nothing,\n)\n")
+    assert modules_imported_by([tmp_path / "test_a.py"], tmp_path) == ["os.path", "torch", "openai"]
