@@ -135,7 +135,7 @@ bench-guard: setup ## this checkout beside the last version; fails where it is s
 chaos: setup ## an hour of faults under load; shorter: make chaos ARGS="--duration 300"
 	@$(BIN)/baton chaos --duration 3600 --engines 2 --kvstore-memory 64MiB --redis --output-json chaos.json $(ARGS)
 
-# The KV memory is small, so that all of it is in use before the first pass is over: what grows then is kept for good.
+# What grows between the two passes is kept for good.
 hostile: setup ## hostile clients beside good ones, twice each: texts, pauses, 5xx, file descriptors, memory; 10 minutes
 	@$(BIN)/baton chaos --faults calm,hostile --passes 2 --engines 1 --kvstore-memory 64MiB --output-json hostile.json $(ARGS)
 
