@@ -29,7 +29,7 @@ _PERIOD = 4
 _KINDS = {"linear_attention": True, "indexed_attention": False, "full_attention": False}
 
 
-class _RawGlmDelta(Struct, kw_only=True):
+class _RawLinearAttention(Struct, kw_only=True):
     """Of a published file's `linear_attn_config`."""
 
     head_dim: int | None = None
@@ -80,7 +80,7 @@ class _RawGlmNext(Struct, kw_only=True):
     linear_num_heads: int = 64
     linear_conv_kernel_dim: int = 4
     linear_lower_bound: float | None = -5.0
-    linear_attn_config: _RawGlmDelta = field(default_factory=_RawGlmDelta)
+    linear_attn_config: _RawLinearAttention = field(default_factory=_RawLinearAttention)
     hc_mult: int = 4
     hc_eps: float = 1e-6
     hc_sinkhorn_iters: int = 20
