@@ -233,12 +233,11 @@ class TokenizerActor(Actor):
             log.info("rejected", extra={"request": message.request, "field": outcome.field, "why": outcome.message})
             await self.bus.publish(topics.gateway_inbox(message.gateway), outcome)
             return
-        seconds = time.monotonic() - started
+        seconds, ended = time.monotonic() - started, time.time()  # at once: a busy machine may stop this in between
         tokens = outcome.generation.prompt_length
         metrics.PROMPTS.labels(KINDS[type(message.prompt)]).inc()
         metrics.TOKENS.inc(tokens)
         metrics.SECONDS.observe(seconds)
-        ended = time.time()
         TRACING.record("tokenize", message.trace, ended - seconds, ended, prompt_tokens=tokens)
         log.info(
             "tokenized",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from services.worker.backend import BackendError
 from services.worker.models.hf_layers.compressed import DEEPSEEK_V4, HY4
@@ -274,7 +275,8 @@ class _Attention(NamedTuple):
 
 
 def _attention(raw: _Raw) -> _Attention:
-    heads, latent = raw.num_attention_heads, read_latent(raw)
+    alike = replace(raw, architectures=["DeepseekV3ForCausalLM"]) if _SARVAM_LATENT in raw.architectures else raw
+    heads, latent = raw.num_attention_heads, read_latent(alike)
     if latent is not None:
         pair = heads * (latent.cached_dim + latent.kv_rank)
         return _Attention(latent.parameters(raw.hidden_size, heads), 1, latent.kv_rank + latent.beside_dim, pair)
@@ -299,9 +301,18 @@ class _Layers(NamedTuple):
     """Groups that a token's experts are of; 0: there are no groups."""
 
 
-_PUBLISHED = frozenset({"BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekForCausalLM"})
-"""Mixtures whose code comes with their checkpoints; `published/mixtures.py`, which reads them for engines, imports
-PyTorch."""
+_SARVAM_LATENT = "SarvamMLAForCausalLM"
+_SARVAM: dict[str, int | None] = {"first_k_dense_replace": 1, "num_shared_experts": 1}
+_PUBLISHED: dict[str, dict[str, int | None]] = {
+    "BailingMoeForCausalLM": {},
+    "BailingMoeV2ForCausalLM": {},
+    "DeepseekForCausalLM": {},
+    "SarvamMoEForCausalLM": _SARVAM,
+    _SARVAM_LATENT: {**_SARVAM, "q_lora_rank": None},
+    "Param2MoEForCausalLM": _SARVAM,
+}
+"""Mixtures whose code comes with their checkpoints, and what their configurations may leave out;
+`published/mixtures.py`, which reads them for engines, imports PyTorch."""
 
 
 def _published_layers(raw: _Raw) -> _Layers:
@@ -311,14 +322,19 @@ def _published_layers(raw: _Raw) -> _Layers:
         raise ValueError("n_routed_experts or num_experts, moe_intermediate_size and num_experts_per_tok are needed")
     mixing = raw.num_hidden_layers - min(raw.first_k_dense_replace or 0, raw.num_hidden_layers)
     shared = (raw.n_shared_experts or raw.num_shared_experts) * (raw.moe_shared_expert_intermediate_size or size)
+    if "Param2MoEForCausalLM" in raw.architectures:  # whose size is that of all shared experts
+        shared = raw.moe_shared_expert_intermediate_size or shared
     dense = (raw.num_hidden_layers - mixing) * raw.intermediate_size
     groups = (raw.topk_group or 0) if (raw.n_group or 1) > 1 else 0
     return _Layers(dense + mixing * shared, experts, chosen, mixing * size, mixing, groups)
 
 
 def _layers(raw: _Raw) -> _Layers:
-    if not _PUBLISHED.isdisjoint(raw.architectures):
+    if not _PUBLISHED.keys().isdisjoint(raw.architectures):
         return _published_layers(raw)
+    if raw.num_experts and "MiniCPMForCausalLM" in raw.architectures:  # in each layer, as large as an MLP
+        columns = raw.num_hidden_layers * raw.intermediate_size
+        return _Layers(0, raw.num_experts, raw.num_experts_per_tok or 2, columns, raw.num_hidden_layers)
     read = read_mixture(raw)
     mixing = sum(read.mixing)
     dense = (raw.num_hidden_layers - mixing) * raw.intermediate_size
@@ -335,7 +351,9 @@ def _read(path: Path, type_: type[Any]) -> Any:
     try:
         text: Mapping[str, Any] = json.loads(path.read_bytes())
         nested = text.get("text_config")
-        return msgspec.convert({**text, **nested} if isinstance(nested, dict) else text, type_)
+        text = {**text, **nested} if isinstance(nested, dict) else text
+        left_out = next((_PUBLISHED[each] for each in text.get("architectures") or () if each in _PUBLISHED), {})
+        return msgspec.convert({**left_out, **text}, type_)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise BackendError(f"{path}: {error}") from None
 

@@ -67,7 +67,8 @@ def test_spans_of_all_services_are_children_of_the_clients_span(stack: RunningSt
     assert by_name["hand_over"].attributes["baton.to"] == by_name["decode"].instance
     order = ["tokenize", "route", "queue", "prefill", "hand_over", "decode"]
     begun = [by_name[name].began for name in order]
-    assert all(one <= other + 0.01 for one, other in itertools.pairwise(begun)), "each process has its own clock"
+    # each process has its own clock, and takes it a while behind what began, where it had no processor
+    assert all(one <= other + 0.1 for one, other in itertools.pairwise(begun))
     assert all(root.began - 0.01 <= span.began <= span.ended for span in spans)
 
 
