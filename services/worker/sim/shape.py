@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct, UnsetType, field
 from msgspec.structs import replace
 
 from services.worker.backend import BackendError
 from services.worker.models.hf_layers.compressed import DEEPSEEK_V4, HY4
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES, LFM3
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
+from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.hf_layers.latent import RawLatent, read_latent
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import read_mixture
@@ -40,7 +41,7 @@ class _Raw(RawLatent, kw_only=True):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     tie_word_embeddings: bool = False
-    num_shared_experts: int = 0
+    num_shared_experts: int | None = None
     moe_shared_expert_intermediate_size: int | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
@@ -275,8 +276,10 @@ class _Attention(NamedTuple):
 
 
 def _attention(raw: _Raw) -> _Attention:
-    alike = replace(raw, architectures=["DeepseekV3ForCausalLM"]) if _SARVAM_LATENT in raw.architectures else raw
-    heads, latent = raw.num_attention_heads, read_latent(alike)
+    if _SARVAM_LATENT in raw.architectures:
+        queries = None if isinstance(raw.q_lora_rank, UnsetType) else raw.q_lora_rank
+        raw = replace(raw, architectures=["DeepseekV3ForCausalLM"], q_lora_rank=queries)
+    heads, latent = raw.num_attention_heads, read_latent(raw)
     if latent is not None:
         pair = heads * (latent.cached_dim + latent.kv_rank)
         return _Attention(latent.parameters(raw.hidden_size, heads), 1, latent.kv_rank + latent.beside_dim, pair)
@@ -301,18 +304,12 @@ class _Layers(NamedTuple):
     """Groups that a token's experts are of; 0: there are no groups."""
 
 
-_SARVAM_LATENT = "SarvamMLAForCausalLM"
-_SARVAM: dict[str, int | None] = {"first_k_dense_replace": 1, "num_shared_experts": 1}
-_PUBLISHED: dict[str, dict[str, int | None]] = {
-    "BailingMoeForCausalLM": {},
-    "BailingMoeV2ForCausalLM": {},
-    "DeepseekForCausalLM": {},
-    "SarvamMoEForCausalLM": _SARVAM,
-    _SARVAM_LATENT: {**_SARVAM, "q_lora_rank": None},
-    "Param2MoEForCausalLM": _SARVAM,
-}
-"""Mixtures whose code comes with their checkpoints, and what their configurations may leave out;
-`published/mixtures.py`, which reads them for engines, imports PyTorch."""
+_SARVAM_LATENT, _PARAM_2, _MINICPM = "SarvamMLAForCausalLM", "Param2MoEForCausalLM", "MiniCPMForCausalLM"
+_ONE_DENSE = frozenset({"SarvamMoEForCausalLM", _SARVAM_LATENT, _PARAM_2})
+"""Those that have one dense layer, and one shared expert, where nothing is said."""
+_PUBLISHED = _ONE_DENSE | {"BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekForCausalLM"}
+"""Mixtures whose code comes with their checkpoints; `published/mixtures.py`, which reads them for engines, imports
+PyTorch."""
 
 
 def _published_layers(raw: _Raw) -> _Layers:
@@ -320,21 +317,23 @@ def _published_layers(raw: _Raw) -> _Layers:
     experts, size, chosen = raw.n_routed_experts or raw.num_experts, raw.moe_intermediate_size, raw.num_experts_per_tok
     if experts is None or size is None or chosen is None:
         raise ValueError("n_routed_experts or num_experts, moe_intermediate_size and num_experts_per_tok are needed")
-    mixing = raw.num_hidden_layers - min(raw.first_k_dense_replace or 0, raw.num_hidden_layers)
-    shared = (raw.n_shared_experts or raw.num_shared_experts) * (raw.moe_shared_expert_intermediate_size or size)
-    if "Param2MoEForCausalLM" in raw.architectures:  # whose size is that of all shared experts
-        shared = raw.moe_shared_expert_intermediate_size or shared
+    left_out = 0 if _ONE_DENSE.isdisjoint(raw.architectures) else 1
+    mixing = raw.num_hidden_layers - min(first_given(raw.first_k_dense_replace, left_out), raw.num_hidden_layers)
+    count = first_given(raw.n_shared_experts, raw.num_shared_experts, left_out)
+    of_shared = raw.moe_shared_expert_intermediate_size
+    shared = of_shared if of_shared and count and _PARAM_2 in raw.architectures else count * (of_shared or size)
     dense = (raw.num_hidden_layers - mixing) * raw.intermediate_size
     groups = (raw.topk_group or 0) if (raw.n_group or 1) > 1 else 0
     return _Layers(dense + mixing * shared, experts, chosen, mixing * size, mixing, groups)
 
 
 def _layers(raw: _Raw) -> _Layers:
-    if not _PUBLISHED.keys().isdisjoint(raw.architectures):
+    if not _PUBLISHED.isdisjoint(raw.architectures):
         return _published_layers(raw)
-    if raw.num_experts and "MiniCPMForCausalLM" in raw.architectures:  # in each layer, as large as an MLP
-        columns = raw.num_hidden_layers * raw.intermediate_size
-        return _Layers(0, raw.num_experts, raw.num_experts_per_tok or 2, columns, raw.num_hidden_layers)
+    if _MINICPM in raw.architectures and raw.num_experts:
+        layers = raw.num_hidden_layers
+        chosen = first_given(raw.num_experts_per_tok, 2)
+        return _Layers(0, raw.num_experts, chosen, layers * raw.intermediate_size, layers)
     read = read_mixture(raw)
     mixing = sum(read.mixing)
     dense = (raw.num_hidden_layers - mixing) * raw.intermediate_size
@@ -351,9 +350,7 @@ def _read(path: Path, type_: type[Any]) -> Any:
     try:
         text: Mapping[str, Any] = json.loads(path.read_bytes())
         nested = text.get("text_config")
-        text = {**text, **nested} if isinstance(nested, dict) else text
-        left_out = next((_PUBLISHED[each] for each in text.get("architectures") or () if each in _PUBLISHED), {})
-        return msgspec.convert({**left_out, **text}, type_)
+        return msgspec.convert({**text, **nested} if isinstance(nested, dict) else text, type_)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise BackendError(f"{path}: {error}") from None
 
