@@ -69,6 +69,9 @@ class ProportionalRope(Struct, frozen=True, tag=True):
     """What they are divided by."""
 
 
+STILL = ProportionalRope(theta=1.0, share=0.0, factor=1.0)
+"""Rotates nothing."""
+
 Rope = PlainRope | LinearRope | Llama3Rope | YarnRope | FactoredRope | ProportionalRope
 
 

@@ -10,23 +10,25 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 from msgspec.structs import replace
 
 from services.worker.models.config import DeltaConfig, HyperConnections, ModelConfig, ModelError
 from services.worker.models.hf_layers.delta import GLM_NEXT as GLM_NEXT
 from services.worker.models.hf_layers.latent import IndexConfig
 from services.worker.models.published.layout import Published
-from services.worker.models.rope import ProportionalRope
+from services.worker.models.rope import STILL
 from services.worker.ops.interface import SILU_LIMIT
 
 _LIKE = "BailingHybridForCausalLM"
-_STILL = ProportionalRope(theta=1.0, share=0.0, factor=1.0)
-"""Rotates nothing."""
 _SHARED_KEY = 2
 """Elements of queries that are read as if they were rotated: kernels know no key of latents alone."""
 _PERIOD = 4
-_KINDS = {"linear_attention": True, "indexed_attention": False, "full_attention": False}
+_KINDS = {
+    "linear_attention": True,
+    **dict.fromkeys(("indexed_attention", "deepseek_sparse_attention", "full_attention"), False),
+}
+"""Whether there are states, by all names that `transformers` reads; published files have the third one."""
 
 
 class _RawLinearAttention(Struct, kw_only=True):
@@ -35,7 +37,7 @@ class _RawLinearAttention(Struct, kw_only=True):
     head_dim: int | None = None
     num_heads: int | None = None
     short_conv_kernel_size: int | None = None
-    gate_lower_bound: float | None = None
+    gate_lower_bound: float | UnsetType | None = UNSET
     safe_gate: bool = True
 
 
@@ -84,8 +86,19 @@ class _RawGlmNext(Struct, kw_only=True):
     hc_mult: int = 4
     hc_eps: float = 1e-6
     hc_sinkhorn_iters: int = 20
+    index_kpool_compress: bool = True
+    mhc: bool = True
+    mla_use_nope: bool = True
+    scoring_func: str = "sigmoid"
+    topk_method: str = "noaux_tc"
 
 
+_ONLY: tuple[tuple[str, object], ...] = (
+    *(("swiglu_limit", SILU_LIMIT), ("qk_rope_head_dim", 0), ("index_kpool_always_select_tail", True)),
+    *(("index_kpool_compress", True), ("mhc", True), ("mla_use_nope", True)),
+    *(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+)
+"""Keys of which one value is supported; `transformers` does not read the last five, which published files have."""
 _SAME = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "n_shared_experts", "routed_scaling_factor", "kv_lora_rank", "q_lora_rank", "v_head_dim"),
@@ -103,8 +116,8 @@ def glm_next(raw: Mapping[str, Any]) -> Published:
     _refuse(own)
     kinds = _kinds(own)
     delta = own.linear_attn_config
-    bound = own.linear_lower_bound if delta.gate_lower_bound is None else delta.gate_lower_bound
-    if bound is None and "linear_attn_config" in raw and delta.safe_gate:
+    bound = own.linear_lower_bound if isinstance(delta.gate_lower_bound, UnsetType) else delta.gate_lower_bound
+    if bound is None and raw.get("linear_attn_config") is not None and delta.safe_gate:
         bound = -5.0
     base = {key: getattr(own, key) for key in _SAME} | {
         "num_local_experts": raw.get("num_local_experts") or own.n_routed_experts,
@@ -118,14 +131,14 @@ def glm_next(raw: Mapping[str, Any]) -> Published:
         "linear_conv_kernel_dim": delta.short_conv_kernel_size or own.linear_conv_kernel_dim,
         "kda_safe_gate": bound is not None,
         "kda_lower_bound": bound,
+        "eos_token_id": raw.get("eos_token_id"),  # a Ling 3 that names none has one
     }
     return Published(base, {}, like=_LIKE, revised=partial(_revised, own, _shared(own, kinds)))
 
 
 def _refuse(own: _RawGlmNext) -> None:
     """Raises ModelError."""
-    only = (("swiglu_limit", SILU_LIMIT), ("qk_rope_head_dim", 0), ("index_kpool_always_select_tail", True))
-    for key, value in only:
+    for key, value in _ONLY:
         if getattr(own, key) != value:
             raise ModelError(f"{key} {getattr(own, key)} is not supported; {value} is")
     for key in ("hc_mult", "hc_sinkhorn_iters", "index_kpool", "index_topk", "index_head_dim", "index_n_heads"):
@@ -155,6 +168,9 @@ def _shared(own: _RawGlmNext, kinds: list[bool]) -> tuple[int, ...]:
     if own.index_topk_pattern is not None or own.index_topk_freq > 1:
         raise ModelError("index_topk_pattern and index_topk_freq are not supported; indexer_types is")
     types = own.indexer_types or []
+    for kind in types:
+        if kind not in ("full", "shared"):
+            raise ModelError(f"indexer_types {kind!r} is not supported; supported: full, shared")
     if types and len(types) < len(kinds):
         raise ModelError(f"indexer_types names {len(types)} layers, num_hidden_layers {len(kinds)}")
     shared = tuple(number for number, kind in enumerate(types) if kind == "shared" and not kinds[number])
@@ -179,7 +195,7 @@ def _revised(own: _RawGlmNext, shared: tuple[int, ...], config: ModelConfig) -> 
     still = tuple(number for number, layer in enumerate(config.layers) if not layer.has_state)
     return replace(
         config,
-        layers=tuple(replace(layer, rope=_STILL) for layer in config.layers),
+        layers=tuple(replace(layer, rope=STILL) for layer in config.layers),
         latent=replace(latent, gates=None, unrotated=still, norm_eps=config.norm_eps, index=index),
         states=replace(states, gate_rank=states.head_dim, element_rates=False),
         activation="silu_limited",

@@ -16,14 +16,13 @@ from msgspec.structs import replace
 from services.worker.models.config import ModelConfig, ModelError
 from services.worker.models.hf_layers.latent import MISTRAL_LARGE_4 as MISTRAL_LARGE_4
 from services.worker.models.published.layout import Published
-from services.worker.models.rope import ProportionalRope
+from services.worker.models.rope import STILL
 
 _LIKE = "GlmMoeDsaForCausalLM"
-_INDEXED = "indexed_attention"
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+"""What `transformers` calls layers whose indexer chooses, and what it reads as that."""
 _PERIOD = 4
 """Where the config does not say: each layer whose number, from 1, this divides is not rotated."""
-_STILL = ProportionalRope(theta=1.0, share=0.0, factor=1.0)
-"""Rotates nothing."""
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -62,6 +61,7 @@ class _RawMistralLarge(Struct, kw_only=True):
     no_rope_layer_interval: int = _PERIOD
     kv_source_layers: list[int] | None = None
     final_logit_softcapping: float = 30.0
+    eos_token_id: int | list[int] | None = 2
 
 
 _OWN = ("layer_types", "no_rope_layers", "no_rope_layer_interval", "kv_source_layers", "head_dim", "num_experts")
@@ -70,17 +70,18 @@ _OWN = ("layer_types", "no_rope_layers", "no_rope_layer_interval", "kv_source_la
 
 def mistral_large(raw: Mapping[str, Any]) -> Published:
     """Raises ModelError, and msgspec.ValidationError."""
-    own = msgspec.convert({key: value for key, value in raw.items() if value is not None}, _RawMistralLarge)
+    said = {key: value for key, value in raw.items() if value is not None}
+    own = msgspec.convert(said, _RawMistralLarge)
     for kind in own.layer_types or ():
-        if kind != _INDEXED:
-            raise ModelError(f"layer_types {kind!r} is not supported; supported: {_INDEXED}")
+        if kind not in _INDEXED:
+            raise ModelError(f"layer_types {kind!r} is not supported; supported: {', '.join(_INDEXED)}")
     if own.n_group != 1:
         raise ModelError(f"n_group {own.n_group} is not supported; 1 is")
     if own.final_logit_softcapping <= 0:
         raise ModelError(f"final_logit_softcapping {own.final_logit_softcapping} is not positive")
-    given = {key: value for key, value in (msgspec.to_builtins(own) | dict(raw)).items() if key not in _OWN}
+    given = {key: value for key, value in (msgspec.to_builtins(own) | said).items() if key not in _OWN}
     made = {
-        "n_routed_experts": raw.get("num_experts") or own.n_routed_experts,
+        "n_routed_experts": said.get("num_experts") or own.n_routed_experts,
         "rope_parameters": own.rope_parameters or _YARN,
         "q_lora_rank": own.kv_lora_rank,  # which a GLM-5 has to have
     }
@@ -104,7 +105,7 @@ def _revised(still: tuple[int, ...], sources: tuple[int, ...], config: ModelConf
         index=replace(latent.index, reads_rows=True),
     )
     softmax = mixture and replace(mixture, scoring="softmax", corrected=False, renormalised=True)
-    layers = (replace(each, rope=_STILL) if number in still else each for number, each in enumerate(config.layers))
+    layers = (replace(each, rope=STILL) if number in still else each for number, each in enumerate(config.layers))
     return replace(config, latent=latent, mixture=softmax, layers=tuple(layers))
 
 

@@ -115,6 +115,7 @@ _SARVAM = {"first_k_dense_replace": 1, "num_shared_experts": 1, "routed_scaling_
 
 def sarvam(raw: _Keys) -> Published:
     """Sarvam 30B: a Ling 2.0 with other defaults. Raises ModelError, and msgspec.ValidationError."""
+    _check_renormalised(raw)
     defaults = {**_SARVAM, "rope_theta": 8_000_000.0, "rms_norm_eps": 1e-6}
     return bailing_2({**defaults, **raw, "num_shared_experts": _shared_of(raw)})
 
@@ -128,6 +129,7 @@ class _RawParam2(Struct):
 def param2(raw: _Keys) -> Published:
     """Param2 17B: a Ling 2.0 whose shared experts' size is that of all together. Raises ModelError, and
     msgspec.ValidationError."""
+    _check_renormalised(raw)
     own, count = msgspec.convert(raw, _RawParam2), _shared_of(raw)
     size = own.moe_shared_expert_intermediate_size or own.moe_intermediate_size * count
     shared = {"num_shared_experts": min(count, 1), "moe_shared_expert_intermediate_size": size or None}
@@ -173,6 +175,12 @@ def sarvam_latent(raw: _Keys) -> Published:
         if isinstance(base.get(key), dict):
             base[key] = {name: "yarn" if value == "deepseek_yarn" else value for name, value in base[key].items()}
     return Published(base, {}, like="DeepseekV3ForCausalLM")
+
+
+def _check_renormalised(raw: _Keys) -> None:
+    """Of those whose code looks at it, as that of Ling 2.0 does not. Raises ModelError."""
+    if raw.get("norm_topk_prob") is False:
+        raise ModelError("norm_topk_prob false is not supported; true is")
 
 
 def _shared_of(raw: _Keys) -> int:

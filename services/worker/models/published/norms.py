@@ -73,6 +73,7 @@ class _RawPlamo3(Struct, kw_only=True):
     rope_local_theta: float = 10_000.0
     rope_scaling_factor: float = 1.0
     scale_embedding: Literal[False] = False
+    attention_bias: Literal[False] = False
 
 
 _KEPT = (

@@ -96,6 +96,14 @@ def test_ling_3_is_read_as_it_is_published(tmp_path: Path) -> None:
     assert round(config.parameters / 1e9, 1) == 7.9
 
 
+def test_how_much_of_a_head_is_rotated_is_said_by_its_size(tmp_path: Path) -> None:
+    """As published files that `transformers` 5 wrote say it besides, of what they call a head."""
+    rotation = {"partial_rotary_factor": 0.5, "rope_theta": 6000000, "rope_type": "default"}
+    unlimited = {"expert_swiglu_limit_list": None, "share_expert_swiglu_limit_list": [0.0] * 24}
+    written = read(tmp_path / "written", LING_3_TINY, rope_parameters=rotation, partial_rotary_factor=0.5, **unlimited)
+    assert written == read(tmp_path / "published", LING_3_TINY)
+
+
 def test_what_transformers_writes_of_it_says_the_same(tmp_path: Path) -> None:
     """With other names of keys, and types of layers."""
     published = read(tmp_path / "published", LING_3_TINY | _OF_THE_LIBRARY)
@@ -156,6 +164,15 @@ def test_a_ling_3_is_computed_here_and_not_by_the_simulation(tmp_path: Path) -> 
         (
             {"moe_router_enable_expert_bias": False},
             "moe_router_enable_expert_bias false is not supported; supported: true",
+        ),
+        ({"use_mla_nope": True}, "use_mla_nope true is not supported; supported: false"),
+        (
+            {"expert_swiglu_limit_list": [0, 0, 4]},
+            "expert_swiglu_limit_list [0, 0, 4] is not supported; supported: null, and zeros",
+        ),
+        (
+            {"share_expert_swiglu_limit_list": [0, 7.0]},
+            "share_expert_swiglu_limit_list [0, 7.0] is not supported; supported: null, and zeros",
         ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ({"num_key_value_heads": 4}, "num_key_value_heads 4 is not supported; num_attention_heads, 16, is"),

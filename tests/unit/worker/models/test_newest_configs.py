@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from transformers import Glm5NextTextConfig
 
 from services.worker.backend import BackendError
 from services.worker.models.config import DeltaConfig, HyperConnections, Mixture
@@ -118,7 +119,13 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
         ),
         (
             *(LARGE, {"layer_types": ["full_attention"]}),
-            "layer_types 'full_attention' is not supported; supported: indexed_attention",
+            "layer_types 'full_attention' is not supported; supported: indexed_attention, deepseek_sparse_attention",
+        ),
+        (NEXT, {"mhc": False}, "mhc False is not supported; True is"),
+        (NEXT, {"scoring_func": "softmax"}, "scoring_func softmax is not supported; sigmoid is"),
+        (
+            *(NEXT, {"indexer_types": ["none"] * 45}),
+            "indexer_types 'none' is not supported; supported: full, shared",
         ),
         (NEXT, {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; 10.0 is"),
         (NEXT, {"qk_rope_head_dim": 64}, "qk_rope_head_dim 64 is not supported; 0 is"),
@@ -139,7 +146,7 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
         (
             *(NEXT, {"layer_types": ["sliding_attention"] * 45}),
             "layer_types 'sliding_attention' is not supported; supported: linear_attention, indexed_attention, "
-            "full_attention",
+            "deepseek_sparse_attention, full_attention",
         ),
         (LARGE, {"n_group": 2}, "n_group 2 is not supported; 1 is"),
         (LARGE, {"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0 is not positive"),
@@ -214,6 +221,45 @@ def test_glm_next_is_a_ling_3_in_streams_that_chooses_pools(tmp_path: Path) -> N
     assert (mixture.experts, mixture.chosen, mixture.scale, mixture.groups) == (288, 8, 2.5, 1)
     assert (config.activation, config.max_positions) == ("silu_limited", 1_048_576)
     assert [layer.mixes for layer in config.layers] == [False] * 3 + [True] * 42
+
+
+def test_glm_next_is_read_as_it_is_published(tmp_path: Path) -> None:
+    kinds = ["deepseek_sparse_attention" if number % 4 == 3 else "linear_attention" for number in range(45)]
+    published: dict[str, Any] = {
+        "layer_types": kinds,
+        "indexer_types": ["full"] * 45,
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 42,
+        "first_k_dense_replace": 3,
+        "index_kpool": 4,
+        "index_kpool_compress": True,
+        "mhc": True,
+        "mla_use_nope": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    assert read(tmp_path / "published", NEXT, **published) == read(tmp_path / "left_out", NEXT, index_kpool=4)
+
+
+@pytest.mark.parametrize(
+    ("linear", "bound"),
+    [
+        ({}, -5.0),
+        ({"gate_lower_bound": None}, -5.0),
+        ({"gate_lower_bound": None, "safe_gate": False}, None),
+        ({"gate_lower_bound": -3.0, "safe_gate": False}, -3.0),
+    ],
+)
+def test_the_rates_of_glm_next_have_the_librarys_bound(
+    tmp_path: Path, linear: dict[str, Any], bound: float | None
+) -> None:
+    states = read(tmp_path, NEXT, linear_attn_config=linear).states
+    assert isinstance(states, DeltaConfig)
+    assert states.lower_bound == bound == Glm5NextTextConfig(linear_attn_config=linear).linear_lower_bound
+
+
+def test_who_names_no_end_of_texts_has_the_librarys(tmp_path: Path) -> None:
+    assert read(tmp_path / "next", NEXT).eos_token_ids == ()
+    assert read(tmp_path / "large", LARGE).eos_token_ids == (2,)
 
 
 def test_mistral_large_is_found_within_the_model_with_a_tower(tmp_path: Path) -> None:

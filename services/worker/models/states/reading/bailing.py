@@ -38,8 +38,16 @@ _ONLY: dict[str, object] = {
     "gated_attention_proj_granularity_type": "head_wise",
     "score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
+    "scale_router_input": False,
+    "up_proj_norm": False,
+    "use_kda_lora": False,
+    "use_mla_nope": False,
+    "use_nGPT": False,
+    "value_norm": False,
 }
 """Keys of which one value is supported, which is the one where there is none."""
+_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+"""For each layer, what its experts' products are limited to; 0 and none: they are not."""
 
 
 class _RawLing3(Struct, kw_only=True):
@@ -108,6 +116,7 @@ def bailing_model_config(
         theta=raw.rope_theta,
         local_theta=None,
         positions=first_given(raw.model_max_length, raw.max_position_embeddings, 262_144),
+        partly=True,  # published files say how much of a head is rotated, and mean qk_rope_head_dim, as that says, too
     )
     config = model_with_states(
         *(raw, architecture),
@@ -141,6 +150,10 @@ def _refuse_unsupported(raw: _RawLing3, keys: dict[str, object]) -> None:
         if keys.get(key, only) != only:
             shown, known = (msgspec.json.encode(each).decode() for each in (keys[key], only))
             raise ModelError(f"{key} {shown} is not supported; supported: {known}")
+    for key in _LIMITS:
+        # Who leaves them out, as `transformers` does, writes what the model was not trained to write.
+        if (limits := keys.get(key)) and any(limits if isinstance(limits, list) else [limits]):
+            raise ModelError(f"{key} {limits} is not supported; supported: null, and zeros")
     if raw.hidden_act not in ("silu", "swish"):
         raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
     if raw.num_key_value_heads not in (None, raw.num_attention_heads):
