@@ -142,6 +142,14 @@ class IndexStep(NamedTuple):
             yield slice(start, start + rows_of_it), slice(sequence, sequence + 1), context
             start += rows_of_it
 
+    def parts(self, rows: slice, keys: Tensor) -> Iterator[slice]:
+        """Of a piece, and `keys` [S, count, dim] of its sequences, as many rows at a time as take little memory."""
+        most = rows.stop - rows.start
+        if len(keys) == 1:
+            most = max(1, _MAX_SCORES // max(1, self.q.shape[1] * keys.shape[1]))
+        for first in range(rows.start, rows.stop, most):
+            yield slice(first, min(first + most, rows.stop))
+
     def scores(self, rows: slice, keys: Tensor) -> Tensor:
         """keys [S, count, dim] of S sequences, to which the rows belong in turn, or all to one → [rows, count]."""
         q, weights = self.q[rows].to(keys.dtype), self.weights[rows]
@@ -163,11 +171,8 @@ def choose_tokens(step: IndexStep, count: int) -> Tensor:
     parts = []
     for rows, sequences, tokens in step.pieces():
         keys, tables = first_rows(cache, meta, sequences, tokens), meta.block_tables[sequences].long()
-        most = rows.stop - rows.start
-        if len(keys) == 1:
-            most = max(1, _MAX_SCORES // (step.q.shape[1] * keys.shape[1]))
-        for first in range(rows.start, rows.stop, most):
-            positions = best_tokens(step.score(slice(first, min(first + most, rows.stop)), keys), count)
+        for part in step.parts(rows, keys):
+            positions = best_tokens(step.score(part, keys), count)
             blocks = tables.expand(len(positions), -1).gather(1, positions // cache.shape[2])
             parts.append(blocks * cache.shape[2] + positions % cache.shape[2])
     return torch.cat(parts)

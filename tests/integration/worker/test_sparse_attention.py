@@ -102,6 +102,14 @@ def test_a_part_of_a_long_prompt_is_what_is_attended_to(
     assert difference[-1] > 0.1, "models that attend to everything would agree, too"
 
 
+def test_rows_are_scored_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: list[Tensor]
+) -> None:
+    """Scores of all of a prompt's rows and pools would take gigabytes at long contexts."""
+    monkeypatch.setattr("services.worker.ops.torch_latent._MAX_SCORES", 100)
+    agrees(make_model("glm-5-next", tmp_path), recorded, ops="torch")
+
+
 @pytest.mark.parametrize("ops", ["torch", "native"])
 def test_of_hy4_only_experts_are_limited(tmp_path: Path, recorded: list[Tensor], ops: OpsName) -> None:
     """MLPs and the experts of all rows are not, whatever they are given."""

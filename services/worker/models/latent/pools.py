@@ -39,26 +39,30 @@ class PoolStep(NamedTuple):
         return ChosenPools(torch.cat(slots), torch.cat(unseen))
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        meta, cache, rate = self.scored.meta, self.scored.cache.index_keys, len(self.bias)
+        meta, cache = self.scored.meta, self.scored.cache.index_keys
         assert cache is not None, "there are an indexer's keys"
-        within = torch.arange(rate, device=cache.device)
-        for rows, sequences, tokens in self.scored.pieces():
+        for piece, sequences, tokens in self.scored.pieces():
             keys = self._keys(first_rows(cache, meta, sequences, tokens))
-            positions, tables = meta.positions[rows].long(), meta.block_tables[sequences].long()
-            scores = self.scored.scores(rows, keys)
-            last = torch.arange(keys.shape[1], device=keys.device) * rate + rate - 1
-            hidden = last > positions.unsqueeze(1)
-            pools = best_tokens(scores.masked_fill_(hidden, float("-inf")), self.most)
-            chosen = (pools.unsqueeze(2) * rate + within).flatten(1)
-            # Behind fewer pools than are chosen there are zeros.
-            missing = torch.arange(self.most, device=keys.device) >= keys.shape[1]
-            lost = (missing | (pools * rate + rate > positions.unsqueeze(1) + 1)).repeat_interleave(rate, dim=1)
-            whole = torch.div(positions + 1, rate, rounding_mode="floor").unsqueeze(1) * rate
-            tail = whole + within[:-1]
-            late = tail > positions.unsqueeze(1)
-            places = torch.cat((chosen, tail.masked_fill(late, 0)), dim=1)
-            blocks = tables.expand(len(places), -1).gather(1, places // cache.shape[2])
-            yield blocks * cache.shape[2] + places % cache.shape[2], torch.cat((lost, late), dim=1)
+            tables = meta.block_tables[sequences].long()
+            for rows in self.scored.parts(piece, keys):
+                places, unseen = self._chosen(rows, keys)
+                blocks = tables.expand(len(places), -1).gather(1, places // cache.shape[2])
+                yield blocks * cache.shape[2] + places % cache.shape[2], unseen
+
+    def _chosen(self, rows: slice, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """keys [S, pools, dim] → as `ChosenPools` has it, but of tokens their positions."""
+        rate, positions = len(self.bias), self.scored.meta.positions[rows].long().unsqueeze(1)
+        within = torch.arange(rate, device=keys.device)
+        last = torch.arange(keys.shape[1], device=keys.device) * rate + rate - 1
+        scores = self.scored.scores(rows, keys).masked_fill_(last > positions, float("-inf"))
+        pools = best_tokens(scores, self.most)
+        chosen = (pools.unsqueeze(2) * rate + within).flatten(1)
+        # Behind fewer pools than are chosen there are zeros.
+        missing = torch.arange(self.most, device=keys.device) >= keys.shape[1]
+        lost = (missing | (pools * rate + rate > positions + 1)).repeat_interleave(rate, dim=1)
+        tail = torch.div(positions + 1, rate, rounding_mode="floor") * rate + within[:-1]
+        late = tail > positions
+        return torch.cat((chosen, tail.masked_fill(late, 0)), dim=1), torch.cat((lost, late), dim=1)
 
     def _keys(self, tokens: Tensor) -> Tensor:
         """[S, tokens, 2 * dim] → [S, whole pools, dim]"""
