@@ -301,7 +301,7 @@ class _Loader:
         config = self._config
         if config.connections is None:
             return None
-        return StreamsLoader(self._matrices, self._device, config.hidden_size, config.connections)
+        return StreamsLoader(self._matrices, self._ops, self._device, config.hidden_size, config.connections)
 
     def _head_norm(self, name: str) -> Tensor:
         """Of elements of heads, in the order that these are in."""

@@ -180,7 +180,7 @@ class CompressedWeights:
 class StreamMixing(NamedTuple):
     """How a block's input is made of the streams, and where its output goes. Whole on every rank, float32."""
 
-    matrix: Tensor
+    matrix: PackedLinear
     """[outputs, streams * hidden]"""
     base: Tensor
     """[outputs]"""

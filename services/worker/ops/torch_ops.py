@@ -108,6 +108,10 @@ class TorchOps:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         return PackedLinear(PlainLinear(weight, bias, self._onednn))
 
+    def pack_exactly(self, weight: Tensor) -> PackedLinear:
+        """The weight itself."""
+        return PackedLinear(PlainLinear(weight, None, False))
+
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
         """The codes; each product makes numbers of them first, in memory of its own."""
         if weight.code == "int4":

@@ -108,6 +108,7 @@ class StreamsLoader(NamedTuple):
     """Of a model with several streams, by the names that `transformers` has."""
 
     matrices: MatrixLoader
+    ops: Ops
     device: torch.device
     hidden: int
     connections: HyperConnections
@@ -127,4 +128,5 @@ class StreamsLoader(NamedTuple):
     def _mixing(self, name: str, outputs: int, scales: int) -> StreamMixing:
         shapes = (("fn", (outputs, self.connections.streams * self.hidden)), ("base", (outputs,)), ("scale", (scales,)))
         read = (read_exactly(self.matrices.checkpoint, f"{name}{part}", shape) for part, shape in shapes)
-        return StreamMixing(*(each.to(self.device) for each in read))
+        matrix, base, scale = (each.to(self.device) for each in read)
+        return StreamMixing(self.ops.pack_exactly(matrix), base, scale)

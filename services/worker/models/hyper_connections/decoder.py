@@ -48,7 +48,7 @@ class StreamsDecoder(Decoder):
         if self._weights.final_norm is None:
             self._pipeline.send(streams.flatten(1))
             return None
-        x = close_streams(streams, self._weights.streams, connections, eps)
+        x = close_streams(self._ops, streams, self._weights.streams, connections, eps)
         x = self._ops.rms_norm(x, self._weights.final_norm, eps)
         if features is None:
             return self.logits(x)
@@ -63,7 +63,7 @@ class StreamsDecoder(Decoder):
         layer, config, eps = self._weights.layers[number], self._config.connections, self._config.norm_eps
         assert layer.streams is not None
         assert config is not None
-        x, around = open_block(streams, layer.streams[0], config, eps)
+        x, around = open_block(self._ops, streams, layer.streams[0], config, eps)
         attend = self._attention_of(number, self._normed(x, layer.input_norm), meta, caches)
         if wanted is not None and not len(wanted):
             return streams
@@ -71,7 +71,7 @@ class StreamsDecoder(Decoder):
         if wanted is not None and len(wanted) < len(ids):
             mixed, around, ids = mixed.index_select(0, wanted), around.select(wanted), ids.index_select(0, wanted)
         streams = around.close(self._rows.summed(self._ops.linear(mixed, layer.output)))
-        x, around = open_block(streams, layer.streams[1], config, eps)
+        x, around = open_block(self._ops, streams, layer.streams[1], config, eps)
         assert layer.mlp is not None, "every layer has one"
         mlp = layer.mlp.of_tokens(ids) if isinstance(layer.mlp, MixtureMlp) else layer.mlp
         return around.close(self._mlp_sum(layer, mlp, self._normed(x, layer.mlp_norm)))

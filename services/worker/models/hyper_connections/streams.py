@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.worker.models.config import HyperConnections
 from services.worker.models.weights import StreamMixing
+from services.worker.ops.interface import Ops
 
 
 class OpenBlock(NamedTuple):
@@ -38,13 +39,13 @@ class OpenBlock(NamedTuple):
 
 
 def open_block(
-    streams: Tensor, weights: StreamMixing, config: HyperConnections, norm_eps: float
+    ops: Ops, streams: Tensor, weights: StreamMixing, config: HyperConnections, norm_eps: float
 ) -> tuple[Tensor, OpenBlock]:
     """streams [n, S, hidden] → the row that the block reads, [n, hidden], and what its output is to be given to."""
     count = config.streams
     if not config.mixes:
-        return _open_alone(streams, weights, config, norm_eps)
-    made = torch.split(_projected(streams, weights, norm_eps), [count, count, count * count], dim=1)
+        return _open_alone(ops, streams, weights, config, norm_eps)
+    made = torch.split(_projected(ops, streams, weights, norm_eps), [count, count, count * count], dim=1)
     bases = torch.split(weights.base, [count, count, count * count])
     taken, added, mixed = (part * scale + base for part, scale, base in zip(made, weights.scale, bases, strict=True))
     mixed = mixed.view(-1, count, count).softmax(dim=2) + config.eps
@@ -58,27 +59,29 @@ def open_block(
 
 
 def _open_alone(
-    streams: Tensor, weights: StreamMixing, config: HyperConnections, norm_eps: float
+    ops: Ops, streams: Tensor, weights: StreamMixing, config: HyperConnections, norm_eps: float
 ) -> tuple[Tensor, OpenBlock]:
     """Of streams that are not mixed."""
-    made, bases = _projected(streams, weights, norm_eps).chunk(2, dim=1), weights.base.chunk(2)
+    made, bases = _projected(ops, streams, weights, norm_eps).chunk(2, dim=1), weights.base.chunk(2)
     taken, added = (part * scale + base for part, scale, base in zip(made, weights.scale, bases, strict=True))
     read = _joined(streams, taken.sigmoid() + config.eps)
     return read, OpenBlock(streams, config.magnitude * added.sigmoid() + config.eps, None)
 
 
-def close_streams(streams: Tensor, weights: StreamMixing | None, config: HyperConnections, norm_eps: float) -> Tensor:
+def close_streams(
+    ops: Ops, streams: Tensor, weights: StreamMixing | None, config: HyperConnections, norm_eps: float
+) -> Tensor:
     """streams [n, S, hidden] behind the last layer → the rows that the last norm reads, [n, hidden]. `weights`: None:
     their mean."""
     if weights is None:
         return streams.mean(dim=1)
-    made = _projected(streams, weights, norm_eps)
+    made = _projected(ops, streams, weights, norm_eps)
     return _joined(streams, (made * weights.scale + weights.base).sigmoid() + config.eps)
 
 
-def _projected(streams: Tensor, weights: StreamMixing, norm_eps: float) -> Tensor:
+def _projected(ops: Ops, streams: Tensor, weights: StreamMixing, norm_eps: float) -> Tensor:
     flat = streams.flatten(1).float()
-    return torch.matmul(flat * torch.rsqrt(flat.square().mean(1, keepdim=True) + norm_eps), weights.matrix.T)
+    return ops.linear(flat * torch.rsqrt(flat.square().mean(1, keepdim=True) + norm_eps), weights.matrix)
 
 
 def _joined(streams: Tensor, shares: Tensor) -> Tensor:

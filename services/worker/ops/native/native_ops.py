@@ -137,16 +137,19 @@ class NativeOps:
         """A copy of both in the library's layout, in the weights' type."""
         return PackedLinear(self.pack_matrix(weight, bias))
 
-    def pack_matrix(self, weight: Tensor, bias: Tensor | None) -> PackedMatrix:
-        """See `pack_linear`."""
+    def pack_exactly(self, weight: Tensor) -> PackedLinear:
+        """A copy in the library's layout, whose products are of single precision."""
+        return PackedLinear(self.pack_matrix(weight, None, library.SINGLE))
+
+    def pack_matrix(self, weight: Tensor, bias: Tensor | None, number: int | None = None) -> PackedMatrix:
+        """See `pack_linear`. `number`: of the library's two; None: the weights'."""
+        number = self.number if number is None else number
         out, inputs = weight.shape
-        weight = weight.to(self.dtype).contiguous()
+        weight = weight.to(torch.float32 if number == library.SINGLE else self.dtype).contiguous()
         floats = None if bias is None else bias.float().contiguous()
-        groups = self._arena.take(self._library.baton_packed_bytes(self.number, out, inputs))
-        self._library.baton_pack(self._pool, self.number, weight.data_ptr(), out, inputs, groups.data_ptr())
-        linear = library.Linear(
-            *(self.number, out, inputs, groups.data_ptr(), address_of(floats)), tiled=self.kernels.tiles
-        )
+        groups = self._arena.take(self._library.baton_packed_bytes(number, out, inputs))
+        self._library.baton_pack(self._pool, number, weight.data_ptr(), out, inputs, groups.data_ptr())
+        linear = library.Linear(*(number, out, inputs, groups.data_ptr(), address_of(floats)), tiled=self.kernels.tiles)
         return PackedMatrix(linear, groups, floats, out, inputs)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
