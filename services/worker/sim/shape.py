@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Struct, UnsetType, field
-from msgspec.structs import replace
+from msgspec import UNSET, Struct, UnsetType, field, structs
 
 from services.worker.backend import BackendError
 from services.worker.models.hf_layers.compressed import DEEPSEEK_V4, HY4
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES, LFM3
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
-from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.hf_layers.latent import RawLatent, read_latent
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import read_mixture
@@ -41,7 +39,7 @@ class _Raw(RawLatent, kw_only=True):
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     tie_word_embeddings: bool = False
-    num_shared_experts: int | None = None
+    num_shared_experts: int | UnsetType | None = UNSET
     moe_shared_expert_intermediate_size: int | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
@@ -170,6 +168,7 @@ def read_shape(folder: Path, dtype: str, quantization: str = "auto", kv_cache_dt
     if chosen not in _BYTES:
         raise BackendError(f"{folder / 'config.json'}: dtype {chosen!r} is none of {', '.join(_BYTES)}")
     try:
+        raw = _as_deepseek(raw) if _SARVAM_LATENT in raw.architectures else raw
         weight = _BYTES[chosen] if quantization == "auto" else QUANTIZED_BYTES[quantization]
         if raw.quantization_config is not None:
             weight = _stored_bits(raw.quantization_config) / 8
@@ -276,9 +275,6 @@ class _Attention(NamedTuple):
 
 
 def _attention(raw: _Raw) -> _Attention:
-    if _SARVAM_LATENT in raw.architectures:
-        queries = None if isinstance(raw.q_lora_rank, UnsetType) else raw.q_lora_rank
-        raw = replace(raw, architectures=["DeepseekV3ForCausalLM"], q_lora_rank=queries)
     heads, latent = raw.num_attention_heads, read_latent(raw)
     if latent is not None:
         pair = heads * (latent.cached_dim + latent.kv_rank)
@@ -304,36 +300,71 @@ class _Layers(NamedTuple):
     """Groups that a token's experts are of; 0: there are no groups."""
 
 
-_SARVAM_LATENT, _PARAM_2, _MINICPM = "SarvamMLAForCausalLM", "Param2MoEForCausalLM", "MiniCPMForCausalLM"
-_ONE_DENSE = frozenset({"SarvamMoEForCausalLM", _SARVAM_LATENT, _PARAM_2})
-"""Those that have one dense layer, and one shared expert, where nothing is said."""
-_PUBLISHED = _ONE_DENSE | {"BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekForCausalLM"}
+class _PublishedDefaults(NamedTuple):
+    """What configurations of a published mixture may leave out."""
+
+    dense: int = 0
+    """Layers that come first and have no experts."""
+    shared: int = 0
+    """Experts that every token goes through."""
+    together: bool = False
+    """Whether the size that is said of shared experts is that of all of them."""
+
+
+_PUBLISHED = {
+    **dict.fromkeys(("BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekForCausalLM"), _PublishedDefaults()),
+    "SarvamMoEForCausalLM": _PublishedDefaults(1, 1),
+    "Param2MoEForCausalLM": _PublishedDefaults(1, 1, together=True),
+}
 """Mixtures whose code comes with their checkpoints; `published/mixtures.py`, which reads them for engines, imports
 PyTorch."""
+_SARVAM_LATENT, _MINICPM, _QWEN = "SarvamMLAForCausalLM", "MiniCPMForCausalLM", "QWenLMHeadModel"
 
 
-def _published_layers(raw: _Raw) -> _Layers:
+def _published_layers(raw: _Raw, defaults: _PublishedDefaults) -> _Layers:
     """Raises ValueError."""
     experts, size, chosen = raw.n_routed_experts or raw.num_experts, raw.moe_intermediate_size, raw.num_experts_per_tok
     if experts is None or size is None or chosen is None:
         raise ValueError("n_routed_experts or num_experts, moe_intermediate_size and num_experts_per_tok are needed")
-    left_out = 0 if _ONE_DENSE.isdisjoint(raw.architectures) else 1
-    mixing = raw.num_hidden_layers - min(first_given(raw.first_k_dense_replace, left_out), raw.num_hidden_layers)
-    count = first_given(raw.n_shared_experts, raw.num_shared_experts, left_out)
-    of_shared = raw.moe_shared_expert_intermediate_size
-    shared = of_shared if of_shared and count and _PARAM_2 in raw.architectures else count * (of_shared or size)
-    dense = (raw.num_hidden_layers - mixing) * raw.intermediate_size
+    dense = defaults.dense if raw.first_k_dense_replace is None else raw.first_k_dense_replace
+    mixing = raw.num_hidden_layers - min(dense, raw.num_hidden_layers)
+    count = raw.n_shared_experts or _shared_experts(raw, defaults.shared)
+    columns = count * (raw.moe_shared_expert_intermediate_size or size)
+    if defaults.together and raw.moe_shared_expert_intermediate_size is not None:
+        columns = min(count, 1) * raw.moe_shared_expert_intermediate_size
+    dense_columns = (raw.num_hidden_layers - mixing) * raw.intermediate_size
     groups = (raw.topk_group or 0) if (raw.n_group or 1) > 1 else 0
-    return _Layers(dense + mixing * shared, experts, chosen, mixing * size, mixing, groups)
+    return _Layers(dense_columns + mixing * columns, experts, chosen, mixing * size, mixing, groups)
+
+
+def _shared_experts(raw: _Raw, default: int) -> int:
+    return default if raw.num_shared_experts is UNSET else raw.num_shared_experts or 0
+
+
+def _as_deepseek(raw: _Raw) -> _Raw:
+    """Sarvam 105B, a DeepSeek-V3 whose keys have other names. Raises ValueError."""
+    if raw.num_experts is None or raw.moe_intermediate_size is None:
+        raise ValueError("num_experts and moe_intermediate_size are needed")
+    return structs.replace(
+        raw,
+        architectures=["DeepseekV3ForCausalLM"],
+        n_routed_experts=raw.num_experts,
+        n_shared_experts=_shared_experts(raw, 1),
+        first_k_dense_replace=1 if raw.first_k_dense_replace is None else raw.first_k_dense_replace,
+        n_group=raw.n_group or 1,
+        topk_group=raw.topk_group or 1,
+        q_lora_rank=None if raw.q_lora_rank is UNSET else raw.q_lora_rank,
+    )
 
 
 def _layers(raw: _Raw) -> _Layers:
-    if not _PUBLISHED.isdisjoint(raw.architectures):
-        return _published_layers(raw)
+    if (defaults := next((_PUBLISHED[name] for name in raw.architectures if name in _PUBLISHED), None)) is not None:
+        return _published_layers(raw, defaults)
     if _MINICPM in raw.architectures and raw.num_experts:
-        layers = raw.num_hidden_layers
-        chosen = first_given(raw.num_experts_per_tok, 2)
-        return _Layers(0, raw.num_experts, chosen, layers * raw.intermediate_size, layers)
+        columns = raw.num_hidden_layers * raw.intermediate_size
+        return _Layers(0, raw.num_experts, raw.num_experts_per_tok or 2, columns, raw.num_hidden_layers)
+    if _QWEN in raw.architectures:  # half as many columns as is said
+        return _Layers(raw.num_hidden_layers * (raw.intermediate_size // 2), 0, 0, 0)
     read = read_mixture(raw)
     mixing = sum(read.mixing)
     dense = (raw.num_hidden_layers - mixing) * raw.intermediate_size

@@ -15,6 +15,7 @@ from services.worker.sim.expert_spread import ExpertSpread, exchange
 from services.worker.sim.shape import ModelShape, read_shape
 from shared.config import ConfigError, load_config
 from tests.support.engines.engine_on_a_bus import make_model
+from tests.support.models.published_layouts import LAYOUTS
 from tests.support.models.published_mixtures import MIXTURES
 
 HIDDEN = 7168
@@ -149,8 +150,8 @@ def test_rounded_weights_and_keys_are_smaller(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_published_mixtures_have_the_weights_that_engines_load(tmp_path: Path, architecture: str) -> None:
     layout = MIXTURES[architecture]
-    own = {"architectures": [architecture.partition(" ")[0]], "intermediate_size": 96, "dtype": "bfloat16"}
-    described = {**layout.config, **own}
+    named = {"architectures": [architecture.partition(" ")[0]]}
+    described = {**layout.config, **named, "intermediate_size": 96, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(described))
     config, shape = read_model_config(tmp_path), read_shape(tmp_path, "auto")
     assert shape.experts is not None
@@ -159,12 +160,18 @@ def test_published_mixtures_have_the_weights_that_engines_load(tmp_path: Path, a
     routers = 2 * sum(layer.mixes for layer in config.layers) * config.mixture.experts * config.hidden_size
     assert shape.weight_bytes == 2 * config.parameters - routers, "those of routers are not counted"
     assert shape.experts.bytes == pytest.approx(config.expert_share * 2 * config.parameters)
-    if "moe_intermediate_size" not in layout.config:
-        return
+    if "moe_intermediate_size" not in described:
+        return  # its experts are as wide as other models' MLPs
     alone = json.dumps(described | {"moe_intermediate_size": None})
     (tmp_path / "config.json").write_text(alone)
     with pytest.raises(BackendError, match="moe_intermediate_size"):
         read_shape(tmp_path, "auto")
+
+
+def test_the_mlps_of_the_first_qwen_have_half_of_the_columns_that_are_said(tmp_path: Path) -> None:
+    described = {**LAYOUTS["QWenLMHeadModel"].config, "architectures": ["QWenLMHeadModel"], "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert read_shape(tmp_path, "auto").weight_bytes == 2 * read_model_config(tmp_path).parameters
 
 
 @pytest.mark.parametrize("architecture", ["MiniMaxM3VLForCausalLM", "MiniMaxM3SparseForConditionalGeneration"])
