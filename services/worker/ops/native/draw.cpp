@@ -197,12 +197,11 @@ const float* changed_row(const Draws& draws, int row) {
 int64_t draw_row(const Draws& draws, int row, std::vector<float>& scratch) {
     const float* logits = changed_row(draws, row);
     const int width = (draws.vocab + kLanes - 1) / kLanes * kLanes;
-    if (draws.temperature[row] == 0.0f) {
-        bool undefined;
-        int64_t likeliest = likeliest_of(logits, draws.vocab, &undefined);
-        return undefined ? first_nan(logits, draws.vocab) : likeliest;  // who looks at its logit sees that it means nothing
-    }
-    const float most = greatest_of(logits, draws.vocab);
+    bool undefined;
+    const int64_t likeliest = likeliest_of(logits, draws.vocab, &undefined);
+    if (undefined) return first_nan(logits, draws.vocab);  // who looks at its logit sees that it means nothing
+    if (draws.temperature[row] == 0.0f) return likeliest;
+    const float most = logits[likeliest];
     if (int(scratch.size()) < width) scratch.resize(width);
     float* weights = scratch.data();
     float mass = weigh(logits, draws.vocab, most, draws.temperature[row], draws.min_p[row], weights);

@@ -91,14 +91,15 @@ def test_top_p_is_a_share_of_what_top_k_leaves_and_ties_beyond_it_do_not_count(k
     assert set(drawn(kernel, logits, temperature=1.0, top_k=2, top_p=0.7, min_p=0.0)) == {10, 20, 30, 40}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("place", [0, 37, 99])
-def test_a_greedy_row_gives_the_nan_that_is_in_it(kernel: Draw, place: int) -> None:
+def test_a_row_gives_the_nan_that_is_in_it(kernel: Draw, place: int, temperature: float) -> None:
     """Whoever looks at the token's logit sees that the row means nothing, as behind `argmax`."""
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
-    greatest = logits.argmax(dim=1).tolist()
+    sound = drawn(kernel, logits, temperature=temperature, top_k=1 << 40, top_p=1.0, min_p=0.0)
     logits[1, place] = torch.nan
-    tokens = drawn(kernel, logits, temperature=0.0, top_k=1 << 40, top_p=1.0, min_p=0.0)
-    assert tokens == [greatest[0], place, greatest[2]]
+    tokens = drawn(kernel, logits, temperature=temperature, top_k=1 << 40, top_p=1.0, min_p=0.0)
+    assert tokens == [sound[0], place, sound[2]]
 
 
 def test_rows_without_numbers_have_some_token_and_harm_nobody(kernel: Draw) -> None:
