@@ -65,7 +65,8 @@ class PatchProcessor:
     model_input_names = ("pixel_values", "image_grid_thw")
 
     def __init__(self, folder: Path) -> None:
-        """Reads what counts of the files. Raises OSError, and ValueError for what is no JSON, for numbers below 1."""
+        """Reads what counts of the files. Raises OSError, and ValueError for what is no JSON, for numbers below 1, and
+        for two bounds of sides, which the library does not take, either."""
         raw = read_processor(folder, "image_processor", _RawPatches).as_published()
         self.patch_size, self.merge_size = raw.patch_size, raw.merge_size
         self._most, self._most_of_a_side = raw.max_patches, raw.size.max_height
@@ -75,6 +76,9 @@ class PatchProcessor:
                 f"the processor of images: a patch's size, how many are merged, and how many an image and a side may "
                 f"have: {found} are not allowed; each has to be at least 1"
             )
+        if raw.size.max_width != self._most_of_a_side:
+            found = f"max_height {self._most_of_a_side} and max_width {raw.size.max_width}"
+            raise ValueError(f"the processor of images: size: {found} are not allowed; they have to be the same")
         self._scale = raw.scale()
         self.size = {"shortest_edge": 1, "longest_edge": (self._most_of_a_side * self.patch_size) ** 2}
         """Pixels of an image with its black; a larger one is scaled down further than the library does."""

@@ -48,3 +48,9 @@ def test_numbers_below_1_are_an_error(tmp_path: Path) -> None:
     for name in ("max_patches", "patch_size", "merge_size"):
         with pytest.raises(ValueError, match="are not allowed; each has to be at least 1"):
             processor(tmp_path, {**WRITTEN, name: 0})
+
+
+def test_another_bound_of_one_side_is_an_error(tmp_path: Path) -> None:
+    sides = {"max_height": MOST_OF_A_SIDE, "max_width": MOST_OF_A_SIDE + 1}
+    with pytest.raises(ValueError, match=f"max_height {MOST_OF_A_SIDE} and max_width {MOST_OF_A_SIDE + 1} are not"):
+        processor(tmp_path, {**WRITTEN, "size": sides})
