@@ -30,6 +30,8 @@ def edited(turns: list[MessageFields], fields: ContextManagementFields | None) -
             if isinstance(kind, str):
                 raise unsupported(f"{FIELD}[{i}].type", f"{kind!r}")
             raise not_allowed(f"{FIELD}[{i}].type", kind, f"{CLEAR_THINKING!r} is")
+        if unknown := sorted(edit.keys() - {"type", "keep"}):
+            raise not_allowed(f"{FIELD}[{i}]", unknown[0], "'type' and 'keep' are")
         kept = _kept_turns(edit.get("keep"), f"{FIELD}[{i}].keep")
         if kept is not None:
             turns = _without_thinking(turns, kept)

@@ -197,17 +197,20 @@ def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
     function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
     if examples := tool.get("input_examples"):
-        function["description"] = _with_examples(function.get("description"), examples, f"{path}.input_examples")
+        function["description"] = _with_examples(function.get("description"), examples, path)
     return {"type": "function", "function": function}
 
 
-def _with_examples(description: Any, examples: Any, path: str) -> Any:
+def _with_examples(description: Any, examples: Any, path: str) -> str:
     """A tool's description with examples of its input, of which chat templates know nothing."""
+    if description is not None and not isinstance(description, str):
+        raise not_allowed(f"{path}.description", description, "a text is")
+    where = f"{path}.input_examples"
     if not isinstance(examples, list) or not all(isinstance(each, dict) for each in examples):
-        raise not_allowed(path, examples, "a list of objects is")
-    check_depth(path, examples)
+        raise not_allowed(where, examples, "a list of objects is")
+    check_depth(where, examples)
     lines = [msgspec.json.encode(each).decode() for each in examples]
-    return "\n".join([*([] if description is None else [str(description)]), "Examples of input:", *lines])
+    return "\n".join([*([] if description is None else [description]), "Examples of input:", *lines])
 
 
 def _tool_choice(choice: dict[str, Any]) -> tuple[str | dict[str, Any], bool | None]:
