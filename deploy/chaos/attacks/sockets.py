@@ -8,7 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from deploy.chaos.attacks.attack import ANSWER_TIMEOUT, Tally, Victim, all_of
+from deploy.chaos.attacks.attack import ANSWER_TIMEOUT, Tally, Victim, all_of, parsed
 
 COMPLETIONS = "/v1/completions"
 CANCELLED = 1000
@@ -34,8 +34,7 @@ async def cancelled_streams(victim: Victim, tally: Tally) -> None:
         async with victim.connected() as connection:
             await connection.send(victim.head(COMPLETIONS, len(body)) + body)
             async with asyncio.timeout(ANSWER_TIMEOUT):
-                start = await connection.reader.readuntil(b"\r\n\r\n")
-                tally.statuses[int(start.split()[1])] += 1
+                tally.record("a stream", parsed(await connection.reader.readuntil(b"\r\n\r\n")))
                 await connection.reader.readuntil(b"data:")
             if not resets:
                 connection.writer.close()

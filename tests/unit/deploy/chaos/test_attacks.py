@@ -50,6 +50,19 @@ async def test_a_server_that_closes_every_connection_ends_no_attack() -> None:
             assert not tally.complaints
 
 
+async def test_a_stream_that_begins_with_a_5xx_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.chaos.attacks.sockets.CANCELLED", 2)
+
+    def fail(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 500 Oh\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(fail, "127.0.0.1", 0) as server:
+        victim, tally = Victim.at(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, "m"), Tally()
+        await ATTACKS["cancelled-streams"](victim, tally)
+    assert tally.complaints == ["a stream: HTTP 500: "] * 2
+
+
 async def test_jobs_are_done_some_at_a_time() -> None:
     running = most = done = 0
 
