@@ -204,6 +204,7 @@ class TemplateProcess:
                 asyncio.get_running_loop().remove_reader(self._control)
             self._control.close()
             self._control = None
+            self._unwanted.clear()
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
