@@ -24,7 +24,7 @@ from shared.ids import InstanceId
 END_DEADLINE = 5.0
 """Seconds that a process gets of which nothing is known but that it is of this stack."""
 END_POLL = 0.02
-OWN_SETTINGS = frozenset({"gpus", "start_timeout", "log_level", "start_method", "ksm"})
+OWN_SETTINGS = frozenset({"gpus", "start_timeout", "log_level", "start_method", "ksm", "max_instances"})
 """What concerns the supervisor alone; all else the processes of the former one were started with."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from deploy.supervisor.core.plan import LauncherName, StartMethod
+from deploy.supervisor.core.plan import MAX_COUNT, LauncherName, StartMethod
 from shared.settings import ByteSize, UpOption
 
 Count = Annotated[int, Meta(ge=1)]
@@ -44,6 +44,15 @@ class StackSettings(Struct, frozen=True, kw_only=True):
         ),
         UpOption(SIZE),
     ] = 0
+    max_instances: Annotated[
+        int | None,
+        Meta(
+            ge=1,
+            le=MAX_COUNT,
+            description="Processes of a kind, or engines of a pool, beyond which `baton scale` starts no further ones.",
+        ),
+        UpOption(SIZE, unset="4 for each processor, 16 at least; with --launcher ray 256"),
+    ] = None
     tp: Annotated[Count, Meta(description="Worker ranks that share each layer, per engine."), UpOption(SIZE)] = 1
     prefill: Annotated[
         int, Meta(ge=0, description="Prefill engines: they compute prompts and hand them over."), UpOption(SIZE)

@@ -10,7 +10,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from deploy.supervisor.core.plan import Counts, ProcessSpec, StartMethod, all_process_specs
+from deploy.supervisor.core.plan import MAX_COUNT, Counts, ProcessSpec, StartMethod, all_process_specs
 from shared.ids import ClusterName, ModelName, NodeId
 from shared.machine.gpu_topology import GpuTopology
 
@@ -157,6 +157,8 @@ class StackSpec(Struct, frozen=True, kw_only=True):
     port: int
     """0 picks a free one."""
     counts: Counts = Counts()
+    max_instances: int = MAX_COUNT
+    """Processes of a kind, or engines of a pool, that it may be scaled to."""
     models: tuple[ModelSpec, ...] = ()
     """Each of several. `model` and `served_model_name` are then those of the first, and `counts` what all share."""
     pp_layers: tuple[int, ...] = ()

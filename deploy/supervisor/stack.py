@@ -96,7 +96,12 @@ class Stack:
         forks = spec.forks and launch is service_command and remote is None
         deadlines = StopDeadlines(drain=spec.drain_timeout + 2.0)
         self.supervisor = Supervisor(
-            spec.counts, deadlines=deadlines, holds_workers=forks, gpus=spec.gpus, models=spec.model_counts
+            spec.counts,
+            deadlines=deadlines,
+            holds_workers=forks,
+            gpus=spec.gpus,
+            models=spec.model_counts,
+            max_instances=spec.max_instances,
         )
         self.logs = LogFolder(spec.run_dir)
         self.port = spec.port

@@ -34,6 +34,7 @@ OPTIONS = (
     "device",
     "engines",
     "standby",
+    "max_instances",
     "prefill",
     "decode",
     "tp",

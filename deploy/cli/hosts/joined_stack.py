@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from deploy.cli.up.assignments import Settings, merged
 from deploy.cli.up.choices import check_gateway, gateway_files, log_level
-from deploy.cli.up.counts import cpu_share, standby_engines
+from deploy.cli.up.counts import cpu_share, max_instances, standby_engines
 from deploy.cli.up.machine import gpu_choice, numa_choice
 from deploy.cli.up.options import placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import host_address
@@ -76,6 +76,7 @@ def joined_spec(
         host=dealt["host"],
         port=dealt["port"] if counts.gateway else 0,
         counts=counts,
+        max_instances=max_instances(stack),
         pp_layers=found.pp_layers if "pp" not in values else (),
         store=store or StoreSpec(node=host.node),
         settings=merged(found.settings, service_settings(values), own, assigned),

@@ -22,6 +22,7 @@ from deploy.cli.up.counts import (
     encoders,
     hands_over,
     layer_split,
+    max_instances,
 )
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
@@ -169,6 +170,7 @@ def _described(options: _Options, layout: _StackLayout) -> StackSpec:
         host=dealt["host"],
         port=dealt["port"] if counts.leads else 0,
         counts=counts,
+        max_instances=max_instances(stack),
         pp_layers=layer_split(values.get("pp_layers"), counts),
         store=layout.store or StoreSpec(),
         settings=merged(service_settings(values), found, options.assigned),

@@ -8,7 +8,7 @@ from typing import Any
 
 from deploy.cli.up.data_parallel import engines_of_groups
 from deploy.errors import CommandError
-from deploy.supervisor.core.plan import POOLS, Counts
+from deploy.supervisor.core.plan import MAX_COUNT, POOLS, Counts
 from deploy.supervisor.settings import StackSettings
 from services.gateway.config import GatewayConfig
 from services.worker.distributed.binding import available_cores
@@ -16,6 +16,9 @@ from shared.models.audio_models import read_audio_model
 from shared.models.encoder_models import encoder_type, read_encoder_decoder
 from shared.models.image_models import read_image_model
 from shared.models.video_models import read_video_model
+
+INSTANCES_PER_CORE, MIN_MAX_INSTANCES = 4, 16
+"""What a stack may be scaled to unless --max-instances says."""
 
 
 def counts_of(
@@ -103,6 +106,16 @@ def standby_engines(stack: StackSettings) -> int:
     if stack.engines == stack.prefill == stack.decode == 0:
         raise CommandError(f"--standby {stack.standby}: there are no engines whose place one could take", status=2)
     return stack.standby
+
+
+def max_instances(stack: StackSettings) -> int:
+    """Processes of a kind, or engines of a pool, that a stack may be scaled to; by default few enough for this machine,
+    where they run on it."""
+    if stack.max_instances is not None:
+        return stack.max_instances
+    if stack.launcher == "ray":
+        return MAX_COUNT
+    return min(MAX_COUNT, max(MIN_MAX_INSTANCES, INSTANCES_PER_CORE * available_cores()))
 
 
 def check_order(values: Mapping[str, Any], *, prefill: int, decode: int) -> None:

@@ -16,10 +16,11 @@ from shared.private_files import expanded
 from shared.settings import settings_of
 
 SERVICES_OF_A_MODEL = frozenset({"tokenizer", "encoder", "detokenizer", "scheduler", "worker"})
+_SIZES_OF_ALL = ("gateways", "coordinators", "max_instances")
 SIZES_OF_A_MODEL = frozenset(
     name
     for name, setting in settings_of(StackSettings).items()
-    if setting.up_option is not None and setting.up_option.panel == SIZE and name not in ("gateways", "coordinators")
+    if setting.up_option is not None and setting.up_option.panel == SIZE and name not in _SIZES_OF_ALL
 )
 """Settings of a stack of which each model has its own."""
 OF_ALL_MODELS = frozenset({"model", "served_model_name", "kv_connector", "kv_connector_extra_config", "kv_role"})

@@ -21,6 +21,7 @@ SCALABLE: tuple[Scalable, ...] = (*get_args(LightService), *POOLS)
 OF_A_MODEL: frozenset[Scalable] = frozenset({"tokenizer", "encoder", "detokenizer", *POOLS})
 """What each model of a stack has for itself; all else serves all of them."""
 MAX_COUNT = 256
+"""Processes of a kind, or engines of a pool, that a stack may be scaled to anywhere."""
 MAX_PREFIX = 40
 """Characters of a model's name that names of its processes begin with."""
 

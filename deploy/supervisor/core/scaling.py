@@ -12,7 +12,6 @@ from deploy.supervisor.core.group_scaling import change_groups, group_size, grou
 from deploy.supervisor.core.members import SupervisedProcess
 from deploy.supervisor.core.plan import (
     DECODING,
-    MAX_COUNT,
     OF_A_MODEL,
     POOLS,
     SCALABLE,
@@ -49,9 +48,12 @@ class Scaling:
         plans: Mapping[ModelName | None, Counts],
         standbys: StandbyEngines,
         gpus: GpuTopology | None,
+        max_instances: int,
     ) -> None:
-        """`members` and `standbys` are the supervisor's. `counts`: what models share; `plans`: by model."""
+        """`members` and `standbys` are the supervisor's. `counts`: what models share; `plans`: by model.
+        `max_instances`: processes of a kind, or engines of a pool, beyond which no further ones are added."""
         self._members, self._counts, self._plans, self._standbys, self._gpus = members, counts, plans, standbys, gpus
+        self._max_instances = max_instances
 
     def scale(self, asked: ScaleRequested, now: float, *, stopping: bool) -> ScaleResult | ScaleRefusal:
         """Adds processes, and lets go of those that are too many. `stopping`: whether the stack is."""
@@ -65,9 +67,9 @@ class Scaling:
         if refused:
             return ScaleRefusal(refused)
         group = _ScaledProcesses(what, model)
-        least = self._least(group)
-        if not least <= count <= MAX_COUNT:
-            return ScaleRefusal(f"{service}={count}: from {least} to {MAX_COUNT} are possible")
+        least, most = self._least(group), max(self._max_instances, len(self._numbers(group)))
+        if not least <= count <= most:
+            return ScaleRefusal(f"{service}={count}: from {least} to {most} are possible (--max-instances)")
         if stopping:
             return ScaleRefusal("the stack is stopping")
         if what in POOLS and self._plans[model].group_size_of(what) > 1:

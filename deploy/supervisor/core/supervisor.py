@@ -31,6 +31,7 @@ from deploy.supervisor.core.events import (
 from deploy.supervisor.core.group_scaling import let_go_of_superseded
 from deploy.supervisor.core.members import RestartPolicy, SupervisedProcess
 from deploy.supervisor.core.plan import (
+    MAX_COUNT,
     STOP_ORDER,
     Counts,
     ProcessSpec,
@@ -70,9 +71,11 @@ class Supervisor:
         holds_workers: bool = False,
         gpus: GpuTopology | None = None,
         models: Sequence[Counts] = (),
+        max_instances: int = MAX_COUNT,
     ) -> None:
         """`holds_workers`: nothing that imports PyTorch starts before `WorkersReleased`. `gpus`: how those of this host
-        are joined; None: not known. `models`: what each of several models has; `counts` is then what they share."""
+        are joined; None: not known. `models`: what each of several models has; `counts` is then what they share.
+        `max_instances`: see `Scaling`."""
         self._policy = policy or RestartPolicy()
         self._deadlines = deadlines or StopDeadlines()
         self._counts = counts
@@ -80,7 +83,7 @@ class Supervisor:
         self._plans = {each.model: each for each in (counts, *models)}
         """By model; None: what is no model's own, and all of it where there is one."""
         self._standbys = StandbyEngines(self._members, self._plans.values())
-        self._scaling = Scaling(self._members, counts, self._plans, self._standbys, gpus)
+        self._scaling = Scaling(self._members, counts, self._plans, self._standbys, gpus, max_instances)
         self._scaling.add_processes(all_process_specs(counts, models), 0.0)
         self._stops_asked = 0
         self._requested: dict[EngineId, str] = {}

@@ -65,7 +65,7 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyStack]:
     """One for the tests that leave it as it was."""
-    running = TinyStack(tmp_path_factory.mktemp("stack") / "run", counts={"engines": 2})
+    running = TinyStack(tmp_path_factory.mktemp("stack") / "run", counts={"engines": 2}, max_instances=4)
     running.ready()
     yield running
     running.destroy()
@@ -130,6 +130,13 @@ def test_scaling_nonsense_is_refused_in_one_line(
     stack: TinyStack, assignment: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused(capsys, monkeypatch, "scale", assignment, f"--run-dir={stack.run_dir}")
+
+
+def test_no_more_processes_are_started_than_the_stack_may_have(
+    stack: TinyStack, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = refused(capsys, monkeypatch, "scale", "engines=255", f"--run-dir={stack.run_dir}")
+    assert "engines=255: from 1 to 4 are possible (--max-instances)" in said
 
 
 def test_logs_merge_all_services_in_time_order(stack: TinyStack) -> None:

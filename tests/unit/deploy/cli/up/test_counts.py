@@ -6,9 +6,10 @@ import os
 
 import pytest
 
-from deploy.cli.up.counts import cpu_share, layer_split, mixed_engines
+from deploy.cli.up.counts import cpu_share, layer_split, max_instances, mixed_engines
 from deploy.errors import CommandError
-from deploy.supervisor.core.plan import Counts
+from deploy.supervisor.core.plan import MAX_COUNT, Counts
+from deploy.supervisor.settings import StackSettings
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,10 @@ def test_layers_are_split_over_as_many_stages_as_there_are() -> None:
     for asked, counts in wrong:
         with pytest.raises(CommandError, match="--pp-layers"):
             layer_split(asked, counts)
+
+
+def test_a_stack_grows_with_its_machine_unless_a_number_is_given() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert max_instances(StackSettings()) == min(MAX_COUNT, max(16, 4 * cores))
+    assert max_instances(StackSettings(launcher="ray")) == MAX_COUNT, "processors of other machines"
+    assert max_instances(StackSettings(max_instances=2)) == 2

@@ -25,7 +25,7 @@ from deploy.supervisor.core.events import (
     WorkersReleased,
 )
 from deploy.supervisor.core.members import RestartPolicy
-from deploy.supervisor.core.plan import Counts
+from deploy.supervisor.core.plan import MAX_COUNT, Counts
 from deploy.supervisor.core.supervisor import BAD_SETTINGS_STATUS, StopDeadlines, Supervisor
 from shared.ids import Incarnation, InstanceId, ModelName
 from shared.messages.lifecycle import Lifecycle, Phase
@@ -35,9 +35,13 @@ from shared.messages.supervisor import ScaleRefusal, ScaleResult
 class Simulation:
     """Plays the shell: gives every start a pid, and lets processes say and do what a test wants."""
 
-    def __init__(self, counts: Counts | None = None, models: Sequence[Counts] = ()) -> None:
+    def __init__(
+        self, counts: Counts | None = None, models: Sequence[Counts] = (), max_instances: int = MAX_COUNT
+    ) -> None:
         deadlines = StopDeadlines(drain=32, idle=5, hurry=2)
-        self.supervisor = Supervisor(counts or Counts(), RestartPolicy(), deadlines, models=models)
+        self.supervisor = Supervisor(
+            counts or Counts(), RestartPolicy(), deadlines, models=models, max_instances=max_instances
+        )
         self.now = 100.0
         self.pids: dict[str, int] = {}
         self._next_pid = 1000
@@ -353,7 +357,7 @@ def test_pools_of_several_models_are_scaled_by_name() -> None:
         (ScaleRequested("engines", 2), "model: engines are of one model each; there are org/big, small"),
         (ScaleRequested("gateway", 2, small), "model: gateway serves all models"),
         (ScaleRequested("engines", 2, ModelName("x")), "model: 'x' is not served; there are org/big, small"),
-        (ScaleRequested("engines", 0, small), "engines=0: from 1 to 256 are possible"),
+        (ScaleRequested("engines", 0, small), "engines=0: from 1 to 256 are possible (--max-instances)"),
     ):
         assert answer(stack.handle(asked)) == ScaleRefusal(why)
     assert answer(Simulation().all_ready().handle(ScaleRequested("engines", 2, small))) == ScaleRefusal(
@@ -418,7 +422,9 @@ def test_a_pool_may_be_emptied_while_others_decode() -> None:
     stack = Simulation(Counts(engines=1, prefill=1, decode=1)).all_ready()
     assert answer(stack.handle(ScaleRequested("prefill", 0))) == ScaleResult((), ("prefill-1", "prefill-1-rank0"))
     assert answer(stack.handle(ScaleRequested("engines", 0))) == ScaleResult((), ("engine-1", "engine-1-rank0"))
-    assert answer(stack.handle(ScaleRequested("decode", 0))) == ScaleRefusal("decode=0: from 1 to 256 are possible")
+    assert answer(stack.handle(ScaleRequested("decode", 0))) == ScaleRefusal(
+        "decode=0: from 1 to 256 are possible (--max-instances)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -430,6 +436,17 @@ def test_what_cannot_be_scaled_is_refused(service: str, count: int) -> None:
     before = stack.present()
     assert isinstance(answer(stack.handle(ScaleRequested(service, count))), ScaleRefusal)
     assert stack.present() == before
+
+
+def test_a_stack_is_scaled_as_far_as_it_may_be_and_none_is_stopped_for_that() -> None:
+    stack = Simulation(Counts(tokenizer=5), max_instances=3).all_ready()
+    refused = answer(stack.handle(ScaleRequested("engines", 4)))
+    assert refused == ScaleRefusal("engines=4: from 1 to 3 are possible (--max-instances)")
+    assert isinstance(answer(stack.handle(ScaleRequested("engines", 3))), ScaleResult)
+    refused = answer(stack.handle(ScaleRequested("tokenizer", 6)))
+    assert refused == ScaleRefusal("tokenizer=6: from 1 to 5 are possible (--max-instances)")
+    for count, left in ((5, ()), (4, ("tokenizer-5",))):
+        assert answer(stack.handle(ScaleRequested("tokenizer", count))) == ScaleResult((), left)
 
 
 @pytest.mark.parametrize("pool", ["prefill", "decode"])
