@@ -43,7 +43,7 @@ from shared.bus.nats_client import (
     nats,
 )
 from shared.bus.nats_wire import DirectReceivers
-from shared.bus.unconfirmed import Unconfirmed
+from shared.bus.unconfirmed import KEEP_SECONDS, Unconfirmed
 from shared.telemetry.metrics import BUS_DROPPED
 from shared.topics import Topic
 
@@ -98,6 +98,8 @@ class NatsBus:
         self._undelivered: UndeliveredHandler | None = None
         self._confirm_prefix = client.new_inbox()
         self._unconfirmed = Unconfirmed()
+        self._forgetting: asyncio.TimerHandle | None = None
+        """While there are unconfirmed messages."""
         self._requests: list[ConcurrentRequests] = []
 
     @property
@@ -122,6 +124,8 @@ class NatsBus:
         """See `Bus.publish`; up to `PENDING_BYTES` are buffered while the server is away."""
         payload = self._payload(topic, message)
         reply = f"{self._confirm_prefix}.{self._unconfirmed.add(topic, payload)}" if confirm else ""
+        if confirm and self._forgetting is None:
+            self._forget_later()
         subject = self._prefix + topic.subject
         try:
             if not self._client.publish_at_once(subject, payload, reply):
@@ -129,6 +133,15 @@ class NatsBus:
         except nats.errors.OutboundBufferLimitError:
             BUS_DROPPED.labels("buffer_full").inc()
             log.error("bus away and its buffer full, message dropped", extra={"subject": topic.subject})
+
+    def _forget_later(self) -> None:
+        self._forgetting = asyncio.get_running_loop().call_later(KEEP_SECONDS, self._forget)
+
+    def _forget(self) -> None:
+        self._forgetting = None
+        self._unconfirmed.forget_old(away=self._liveness.outage() > 0.0)
+        if len(self._unconfirmed):
+            self._forget_later()
 
     def _payload(self, topic: Topic[Any], message: Any) -> bytes:
         payload = encode(message)
@@ -266,6 +279,8 @@ class NatsBus:
         """Ends the connection. Safe to call again, and where the server has ended before."""
         for requests in self._requests:
             await requests.cancel()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
         if not self._client.is_closed:
             with contextlib.suppress(ConnectionError):  # the server has ended before, and takes no farewell
                 await self._client.close()

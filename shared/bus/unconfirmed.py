@@ -17,6 +17,8 @@ MAX_MESSAGES = 8192
 """Messages whose "no responders" could still arrive; the oldest are forgotten first."""
 MAX_BYTES = 32 * 2**20
 """All of them together: some seconds of the largest engine. "No responders" comes within milliseconds."""
+KEEP_SECONDS = 10.0
+"""A message is kept for this at least, and for twice as long at most: large ones would stay where no more are sent."""
 
 
 class _SentMessage(NamedTuple):
@@ -32,6 +34,11 @@ class Unconfirmed:
         self._sent: OrderedDict[int, _SentMessage] = OrderedDict()
         self._bytes = 0
         self._tickets = itertools.count()
+        self._seen = 0
+        """Messages with lower tickets were there when old ones were forgotten last."""
+
+    def __len__(self) -> int:
+        return len(self._sent)
 
     def add(self, topic: Topic[Any], payload: bytes) -> int:
         """The ticket to send along as the reply subject. The latest message is kept, however large."""
@@ -42,6 +49,13 @@ class Unconfirmed:
             _, oldest = self._sent.popitem(last=False)
             self._bytes -= len(oldest.payload)
         return ticket
+
+    def forget_old(self, *, away: bool = False) -> None:
+        """Called every KEEP_SECONDS while there are any: forgets those that were there at the call before. While the
+        server is `away` none of them may have reached it yet, so all are kept until the second call behind that."""
+        while self._sent and (ticket := next(iter(self._sent))) < self._seen and not away:
+            self._bytes -= len(self._sent.pop(ticket).payload)
+        self._seen = 0 if away else next(self._tickets)
 
     def take(self, ticket: int) -> Undelivered | None:
         """The message that was sent under this ticket, once; None where it is forgotten."""

@@ -19,6 +19,7 @@ from shared.messages.scheduler import Cancel, Probe, ProbeReply
 from shared.messages.tokenizer import Decode, DecodeReply
 from shared.topics import Topic
 from tests.support.cluster.nats_server import NatsServer
+from tests.support.gateway.fake_services import eventually
 
 ENGINE = EngineId("engine-1")
 CANCEL = Cancel(RequestId("r"), Attempt(1))
@@ -65,6 +66,22 @@ async def test_a_flush_returns_after_everything_before_it_has_reached_the_server
     finally:
         await hearing.close()
         await sending.close()
+
+
+async def test_what_was_delivered_is_not_kept(own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that may come back undelivered may have megabytes."""
+    monkeypatch.setattr("shared.bus.nats_bus.KEEP_SECONDS", 0.01)
+    bus = await connect(NatsOptions(servers=(own_nats.url,)))
+    try:
+        heard = await collect(bus, topics.engine_control(ENGINE), 3)
+        for _ in range(3):
+            await bus.publish(topics.engine_control(ENGINE), CANCEL, confirm=True)
+        async with asyncio.timeout(DEADLINE):
+            await heard
+        await eventually(lambda: not len(bus._unconfirmed))
+        assert bus._forgetting is None
+    finally:
+        await bus.close()
 
 
 async def test_what_is_published_has_left_before_anything_else_runs(own_nats: NatsServer) -> None:

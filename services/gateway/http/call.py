@@ -44,6 +44,8 @@ LARGE_SHARE = 0.75
 MEMORY_BODY = 2**20
 """Bytes of a body that leaves so much freed memory behind that it is given back to the system: it is there several
 times, and what is small and lives on lies between."""
+GIVE_BACK_AGAIN = 25
+"""Seconds: the bus keeps what may come back undelivered for 20."""
 MAX_WAITING = 256
 """Bodies that wait for room. Each may hold what one read of its socket took in; further ones are refused at once."""
 SECOND_LOOK = 0.1
@@ -88,6 +90,8 @@ class BodyBudget:
         self._waiting: deque[_Waiter] = deque()
         self._grown = False
         """Whether a body of MEMORY_BODY bytes or more has ended since memory was given back."""
+        self._until_again = 0
+        """Calls of `give_back_memory` until it is given back once more; 0: it is not."""
 
     async def take(self, lease: BodyLease, size: int) -> None:
         """Raises what `lease` holds to `size` bytes. Raises RequestError 503 where there is no room in time."""
@@ -131,10 +135,15 @@ class BodyBudget:
                 return
 
     def give_back_memory(self) -> None:
-        """Called now and then: what large bodies took goes back to the system once none of them is there."""
+        """Called every second: what large bodies took goes back to the system once none of them is there; and once
+        more when the bus has forgotten their messages, too."""
         if self._grown and self.used < MEMORY_BODY:
-            self._grown = False
+            self._grown, self._until_again = False, GIVE_BACK_AGAIN
             give_back_freed_memory()
+        elif self._until_again:
+            self._until_again -= 1
+            if not self._until_again:
+                give_back_freed_memory()
 
     def _grant(self, lease: BodyLease, size: int) -> bool:
         """Raises what `lease` holds to `size` bytes where there is room."""

@@ -75,6 +75,9 @@ class Endpoint:
                 self._access.admit(call, self._scope, counted=self._counted)
             await self._handler(call)
         except RequestError as error:
+            # It knows the frames that it came through, which know its response, which knows it, and the body: all of
+            # that would stay until Python looks through everything for cycles, which it seldom does.
+            error.__traceback__ = None
             await call.refuse(error)
         except DatabaseUnavailable as error:
             log.warning("the database is away", extra={"path": self._path, "error": str(error)})

@@ -247,6 +247,7 @@ class GenerationEndpoint(GeneratingEndpoint):
         except RequestError as error:
             if self._overflow is None or not await self._overflow.in_place_of(call, self._kind, error):
                 raise
+            error.__traceback__ = None  # see Endpoint
 
     async def _generate(self, call: Call) -> None:
         table = self._table

@@ -42,6 +42,31 @@ def test_the_oldest_are_forgotten_beyond_a_size_but_never_the_latest() -> None:
     assert [small.take(ticket) is None for ticket in tickets] == [True, False]
 
 
+def test_what_is_old_is_forgotten_at_the_second_call() -> None:
+    unconfirmed = Unconfirmed()
+    first = sent(unconfirmed, 0)
+    unconfirmed.forget_old()
+    second = sent(unconfirmed, 1)
+    unconfirmed.forget_old()
+    assert len(unconfirmed) == 1
+    assert [unconfirmed.take(ticket) is None for ticket in (first, second)] == [True, False]
+    full = Unconfirmed(limit_bytes=1)
+    sent(full, 2)
+    for _ in range(2):
+        full.forget_old()
+    assert full._bytes == len(full) == 0
+
+
+def test_nothing_is_forgotten_that_the_server_may_not_have_had_yet() -> None:
+    unconfirmed = Unconfirmed()
+    ticket = sent(unconfirmed, 0)
+    for away in (False, True, True, False):
+        unconfirmed.forget_old(away=away)
+    assert len(unconfirmed) == 1
+    unconfirmed.forget_old()
+    assert unconfirmed.take(ticket) is None
+
+
 def test_what_was_taken_makes_room() -> None:
     size = len(encode(StepPlan(epoch=Incarnation(1), step=0)))
     unconfirmed = Unconfirmed(limit_bytes=2 * size)

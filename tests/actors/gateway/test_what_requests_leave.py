@@ -1,0 +1,81 @@
+"""Once a request has ended nothing of it is left, also before Python looks for cycles of garbage, which it seldom does:
+bodies have megabytes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from services.gateway.api.generation import GenerationRequest
+from services.gateway.api.response import GenerationResponse
+from services.gateway.core.open_request import OpenRequest
+from services.gateway.http import call
+from services.gateway.http.call import MEMORY_BODY, BodyBudget, BodyLease, Call
+from shared.bus.memory_bus import MemoryBus
+from tests.support.gateway.fake_services import MODEL, eventually
+from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
+
+KEPT = (Call, GenerationRequest, GenerationResponse, OpenRequest)
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def left() -> Counter[str]:
+    return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, KEPT))
+
+
+async def post(stack: GatewayStack, path: str, **fields: Any) -> int:
+    return (await stack.http.post(path, json={"model": MODEL, **fields})).status_code
+
+
+async def leave(stack: GatewayStack, **fields: Any) -> None:
+    """Asks for more than it waits for."""
+    _, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.server.port)
+    body = json.dumps({"model": MODEL, **fields}).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+    await eventually(lambda: bool(stack.ring.running))
+    writer.close()
+
+
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_nothing_of_a_request_is_left_at_its_end(memory_bus: MemoryBus, stream: bool) -> None:
+    async with gateway_stack(memory_bus) as stack:
+        prompts = {"hello": 200, "FAIL once": 200, "REJECT": 400, "REJECT OVERLOAD": 429}
+        for prompt, status in prompts.items():
+            assert await post(stack, "/v1/completions", prompt=prompt, stream=stream) == status
+            messages = [{"role": "user", "content": prompt}]
+            assert await post(stack, "/v1/chat/completions", messages=messages, stream=stream) == status
+        assert await post(stack, "/v1/completions", prompt="x", max_tokens=-1, stream=stream) == 400
+        assert await post(stack, "/tokenize", prompt="REFUSE") == 400
+        stack.ring.step = 0.02
+        await leave(stack, prompt="hello", max_tokens=10_000, stream=stream)
+        await eventually(lambda: not left())
+
+
+def test_memory_is_given_back_again_when_the_bus_has_forgotten_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[None] = []
+    monkeypatch.setattr(call, "give_back_freed_memory", lambda: given_back.append(None))
+    budget, lease = BodyBudget(16 * MEMORY_BODY, patience=0.01), BodyLease()
+    budget._grant(lease, MEMORY_BODY)
+    budget.give_back_memory()
+    assert len(given_back) == 0
+    budget.give_back(lease, 0)
+    for _ in range(call.GIVE_BACK_AGAIN):
+        budget.give_back_memory()
+        assert len(given_back) == 1
+    for _ in range(3):
+        budget.give_back_memory()
+    assert len(given_back) == 2
