@@ -70,6 +70,7 @@ from shared.messages.gateway import (
     KeepStream,
     MetricsPage,
     PromptKept,
+    PromptsHeld,
     ReadMetrics,
     ReadOverview,
     RequestFailed,
@@ -301,7 +302,7 @@ class Gateway(Actor):
     async def handle(self, message: Any) -> None:
         """Takes one message of the bus."""
         match message:
-            case Deltas() | RequestPlaced() | RequestQueued() | RequestRejected() | RequestFailed():
+            case Deltas() | PromptsHeld() | RequestPlaced() | RequestQueued() | RequestRejected() | RequestFailed():
                 await self.requests.handle(message)
                 if self.requests.records.to_send:
                     await self.streams.replicate()

@@ -1,7 +1,9 @@
-"""What a request to generate comes to: for each choice its state, and the message that has it generated."""
+"""What a request to generate comes to: for each choice its state, and the message that has it generated, on its way to
+a tokenizer."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from services.gateway.api.anthropic.blocks import MessageBlocks
@@ -10,11 +12,14 @@ from services.gateway.api.generation import ChoiceRequest, GenerationKind, Gener
 from services.gateway.api.ollama.answer import OllamaMessage
 from services.gateway.api.response import ChoiceState, ParsedMessage
 from services.gateway.api.responses.output_items import OutputItems
-from services.gateway.core.open_request import FIRST_ATTEMPT
+from services.gateway.core.open_request import FIRST_ATTEMPT, LARGE_BYTES
 from services.gateway.parsing.output_parser import ParserOptions
 from services.gateway.tokenizer_client import PromptDetails
+from shared import topics
+from shared.bus import Bus, PayloadTooLarge
 from shared.ids import GatewayId, RequestId
-from shared.messages.tokenizer import Tokenize, embeds_of
+from shared.messages.gateway import RequestRejected
+from shared.messages.tokenizer import Tokenize, embeds_of, prompt_bytes
 from shared.telemetry.logs import record_trace
 
 _MESSAGES: dict[GenerationKind, Callable[[ParserOptions | None], ParsedMessage]] = {
@@ -93,3 +98,20 @@ def first_dispatch(
         kept=generation.kv_transfer.kept,
         stream_interval=generation.stream_interval,
     )
+
+
+async def send_attempt(bus: Bus, tokenize: Tokenize) -> RequestRejected | None:
+    """Sends an attempt to any tokenizer. Returns the answer to one that the bus does not take."""
+    try:
+        await bus.publish(topics.tokenize(tokenize.model), tokenize, confirm=True)
+    except PayloadTooLarge as error:
+        return RequestRejected(
+            request=tokenize.request,
+            attempt=tokenize.attempt,
+            kind="too_large",
+            message=f"the prompt makes {error.size} bytes, the bus takes {error.limit} at most",
+            field="prompt",
+        )
+    if prompt_bytes(tokenize.prompt) > LARGE_BYTES:  # it was copied several times: streams have their turn
+        await asyncio.sleep(0)
+    return None

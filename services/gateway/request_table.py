@@ -27,13 +27,13 @@ from services.gateway.core.open_request import EmittedOutput, NoAnswer, OpenRequ
 from services.gateway.core.remote_clusters import RemoteClusters
 from services.gateway.core.stream_records import StreamRecord, StreamRecords, newest_attempt
 from services.gateway.core.supervisor import RequestSupervisor
-from services.gateway.dispatches import choice_state, first_dispatch
+from services.gateway.dispatches import choice_state, first_dispatch, send_attempt
 from services.gateway.engine_prober import PROBE_TIMEOUT, EngineProber
 from services.gateway.images.image_rows import ImageRowsClient
 from services.gateway.metrics import DISCONNECTS, OPEN, REQUESTS, RETRIES, STREAMS, Meters, ModelMeters
 from services.gateway.tokenizer_client import PromptDetails, TokenizerClient
 from shared import topics
-from shared.bus import Bus, BusError, PayloadTooLarge
+from shared.bus import Bus, BusError
 from shared.ids import Attempt, ClusterName, EngineId, GatewayId, ModelName, RequestId, relay_of
 from shared.messages.coordinator import RequestEnded, Withdraw
 from shared.messages.gateway import (
@@ -467,17 +467,8 @@ class RequestTable:
             await link.forward(cluster, whole)
 
     async def _dispatch(self, tokenize: Tokenize) -> None:
-        try:
-            await self._bus.publish(topics.tokenize(tokenize.model), tokenize, confirm=True)
-        except PayloadTooLarge as error:
-            rejected = RequestRejected(
-                request=tokenize.request,
-                attempt=tokenize.attempt,
-                kind="too_large",
-                message=f"the prompt makes {error.size} bytes, the bus takes {error.limit} at most",
-                field="prompt",
-            )
-            await self.handle(rejected)
+        if (refused := await send_attempt(self._bus, tokenize)) is not None:
+            await self.handle(refused)
 
     async def _publish(self, topic: topics.Topic[Any], message: Any) -> None:
         try:

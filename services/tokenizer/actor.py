@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Any, TypeVar, assert_never
+from typing import Any, NamedTuple, TypeVar, assert_never
 
 from msgspec.structs import replace
 
@@ -18,10 +20,10 @@ from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.encoding_lanes import EncodingLanes
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
-from shared.bus import Bus, PayloadTooLarge, Undelivered
-from shared.ids import Attempt, InstanceId, ModelName, RequestId
+from shared.bus import Bus, BusError, PayloadTooLarge, Undelivered
+from shared.ids import Attempt, GatewayId, InstanceId, ModelName, RequestId
 from shared.messages.coordinator import Route
-from shared.messages.gateway import RequestFailed, RequestRejected
+from shared.messages.gateway import PromptsHeld, RequestFailed, RequestRejected
 from shared.messages.lifecycle import TokenizerReport
 from shared.messages.tokenizer import (
     ChatPrompt,
@@ -50,6 +52,9 @@ INLINE_BYTES = 4096
 """Prompts up to this size are tokenized on the event loop: about a millisecond, less than a thread's detour
 under load would cost the others."""
 
+HELD_INTERVAL = 1.0
+"""Seconds from one `PromptsHeld` to the next: a fraction of what gateways wait for."""
+
 KINDS: dict[type[Prompt], str] = {
     ChatPrompt: "chat",
     TextPrompt: "text",
@@ -58,6 +63,11 @@ KINDS: dict[type[Prompt], str] = {
     EmbedsPrompt: "embeds",
 }
 """Each kind of prompt and its label in the metrics."""
+
+
+class _HeldPrompt(NamedTuple):
+    attempt: Attempt
+    gateway: GatewayId
 
 
 class TokenizerActor(Actor):
@@ -77,7 +87,7 @@ class TokenizerActor(Actor):
         self._client_templates = ClientTemplates()
         self._lanes = EncodingLanes(threads, encoder.forget_words)
         self._long: set[asyncio.Task[Any]] = set()
-        self._attempts: dict[RequestId, Attempt] = {}
+        self._held: dict[RequestId, _HeldPrompt] = {}
         """The newest attempt of each request whose prompt is long and not yet tokenized."""
         self._renderings: dict[RequestId, asyncio.Task[Prompt]] = {}
         self._failure: BaseException | None = None
@@ -152,6 +162,17 @@ class TokenizerActor(Actor):
             size = _size(request.prompt)
         return await self._lanes.run(size, self._encoder.answer, request)
 
+    async def background(self) -> None:
+        """Says every now and then which prompts are here, beside whatever `handle` waits for."""
+        while True:
+            await asyncio.sleep(HELD_INTERVAL)
+            held: defaultdict[GatewayId, list[tuple[RequestId, Attempt]]] = defaultdict(list)
+            for request, (attempt, gateway) in self._held.items():
+                held[gateway].append((request, attempt))
+            for gateway, requests in held.items():
+                with contextlib.suppress(BusError):
+                    await self.bus.publish(topics.gateway_inbox(gateway), PromptsHeld(self.instance, tuple(requests)))
+
     def is_idle(self) -> bool:
         """Whether no long prompt is being tokenized."""
         return not self._long
@@ -190,21 +211,24 @@ class TokenizerActor(Actor):
             self._failure = task.exception()
 
     async def _tokenize_long(self, message: Tokenize, started: float) -> None:
-        self._attempts[message.request] = message.attempt
+        self._held[message.request] = _HeldPrompt(message.attempt, message.gateway)
         try:
             prompt = await self._rendered(message)
             outcome = await self._lanes.run(_size(prompt), self._route_newest, message, prompt)
         except PromptRefused as refused:
             outcome = rejected(message, refused)
-        if self._attempts.get(message.request) == message.attempt:
-            del self._attempts[message.request]
+        if self._is_newest(message):
+            del self._held[message.request]
         if outcome is not None:
             await self._send(message, outcome, started)
 
     def _route_newest(self, message: Tokenize, prompt: Prompt) -> Route | RequestRejected | None:
         """On a thread: None where the request was dispatched again while this attempt waited."""
-        newest = self._attempts.get(message.request)
-        return self._encoder.route(message, prompt) if newest == message.attempt else None
+        return self._encoder.route(message, prompt) if self._is_newest(message) else None
+
+    def _is_newest(self, message: Tokenize) -> bool:
+        held = self._held.get(message.request)
+        return held is not None and held.attempt == message.attempt
 
     async def _rendered(self, message: Tokenize) -> Prompt:
         """Like `_render`; a later attempt waits for the rendering of an earlier one, and for none of its own."""

@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from shared.ids import Attempt, Count, DetokenizerId, EngineId, GatewayId, Incarnation, NodeId, RequestId, TokenId
+from shared.ids import (
+    Attempt,
+    Count,
+    DetokenizerId,
+    EngineId,
+    GatewayId,
+    Incarnation,
+    InstanceId,
+    NodeId,
+    RequestId,
+    TokenId,
+)
 from shared.messages.dialects import Thinking
 from shared.messages.generation import FinishReason
 
@@ -15,6 +26,14 @@ ErrorKind = Literal["invalid_request", "too_large", "overloaded", "unavailable",
 
 Death = Literal["beside others", "alone"]
 """How a request was there when a process died: among others, each of which may be the cause, or with no other one."""
+
+
+class PromptsHeld(Struct, frozen=True, array_like=True, tag=True):
+    """tokenizer → gateway, every second: I have your long prompts, and tokenize them one after the other. Without it a
+    gateway would send them again."""
+
+    tokenizer: InstanceId
+    requests: tuple[tuple[RequestId, Attempt], ...]
 
 
 class RequestQueued(Struct, frozen=True, array_like=True, tag=True):
@@ -410,7 +429,7 @@ GatewayRequest = ReadMetrics | TakeStream | AbortRequests | ReadOverview
 """What gateways ask each other."""
 GatewayReply = MetricsPage | StreamCopy | StreamUnknown | RequestsAborted | GatewayOverview
 """And what they answer."""
-RequestMessage = Deltas | RequestPlaced | RequestQueued | RequestRejected | RequestFailed
+RequestMessage = Deltas | PromptsHeld | RequestPlaced | RequestQueued | RequestRejected | RequestFailed
 """Of other services, about a request; `PromptKept` decides nothing about it."""
 StreamMessage = KeepStream | StreamsGrown | ForgetStream
 """Of other gateways, about their resumable streams."""

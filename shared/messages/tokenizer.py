@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -135,11 +135,29 @@ def rows_bytes(prompt: Prompt) -> int:
     return sum(each.count * each.row_bytes for each in embeds_of(prompt))
 
 
+def prompt_bytes(prompt: Prompt) -> int:
+    """About how many bytes a prompt has in a message: a character of a text counts as one."""
+    match prompt:
+        case ChatPrompt():
+            rows = sum(len(each.rows) for each in prompt.embeds)
+            return len(prompt.messages) + len(prompt.tools or b"") + rows
+        case TextPrompt():
+            return len(prompt.text)
+        case TokenPrompt():
+            return len(prompt.tokens) + (0 if prompt.encoded is None else len(prompt.encoded.rows))
+        case EmbedsPrompt():
+            return len(prompt.embeds.rows)
+        case PairPrompt():
+            return len(prompt.text) + len(prompt.second)
+        case _:
+            assert_never(prompt)
+
+
 class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """gateway → one tokenizer: tokenize this and send it on to a coordinator.
 
     If the prompt is invalid the gateway receives `RequestRejected`; otherwise it next hears from the coordinator
-    (`RequestQueued` or `RequestPlaced`).
+    (`RequestQueued` or `RequestPlaced`). While a long prompt is tokenized, or waits for it, `PromptsHeld` says so.
     """
 
     request: RequestId

@@ -136,4 +136,5 @@ GOLDEN = {
     "132 encoder.ForgetRows": "91aa466f72676574526f7773",
     "133 tokenizer.ReadTokenizerInfo": "91b152656164546f6b656e697a6572496e666f",
     "134 tokenizer.TokenizerInfo": "92ad546f6b656e697a6572496e666fc4027b7d",
+    "135 gateway.PromptsHeld": "93ab50726f6d70747348656c64ab746f6b656e697a65722d319192a2723102",
 }

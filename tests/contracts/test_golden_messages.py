@@ -588,6 +588,7 @@ MESSAGES: list[Any] = [
     encoder.ForgetRows(),
     tokenizer.ReadTokenizerInfo(),
     tokenizer.TokenizerInfo(b"{}"),
+    gateway.PromptsHeld(InstanceId("tokenizer-1"), ((R, A),)),
 ]
 
 

@@ -12,10 +12,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.gateway.core.effects import CancelAttempt, Effect
-from shared.ids import Attempt, ClusterName, DetokenizerId, EngineId, RequestId
+from shared.ids import Attempt, ClusterName, DetokenizerId, EngineId, InstanceId, RequestId
 from shared.messages.coordinator import RequestEnded, Withdraw
+from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import Cancel, ProbeReply
-from shared.messages.tokenizer import Tokenize
+from shared.messages.tokenizer import Tokenize, prompt_bytes
 from shared.packing import pack
 from shared.reliability.recent import RecentEntries
 from shared.reliability.transitions import IllegalTransition
@@ -66,6 +67,8 @@ class EmittedOutput(NamedTuple):
     """Seconds since the client sent it."""
 
 
+LARGE_BYTES = 256 * 2**10
+"""Of a prompt that a tokenizer takes a while for, and the bus notices."""
 MAX_HISTORY = 32
 """Transitions of a request that are kept for the text of an `IllegalTransition`."""
 
@@ -82,7 +85,10 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     unanswered_probes: int = 3
     """Probes in a row that an engine may leave unanswered."""
     placement_s: float = 5.0
-    """How long tokenizer and coordinator may take to place a request; doubled with each try."""
+    """How long tokenizer and coordinator may take to place a request; doubled with each try. It begins anew whenever a
+    tokenizer says that it has the request."""
+    tokenized_per_s: int = 2**20
+    """Bytes of its prompt that a busy tokenizer takes in a second: a large one has so much longer."""
     queue_s: float = 120.0
     """How long a request may be without an engine, in one stretch."""
     wait_for_engines_s: float = 2.0
@@ -99,6 +105,7 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     pause_s: float = 0.25
     """Seconds before the next attempt, if an immediate one has just failed; doubled for each further one."""
     pause_limit_s: float = 1.0
+    """Of a large prompt, which each attempt sends again, as often as it has LARGE_BYTES."""
     departed_limit: int = 4096
     """Requests given up, remembered so that what still comes of them is answered by calling them off again."""
     recancel_s: float = 1.0
@@ -139,6 +146,8 @@ class OpenRequest:
     engine: EngineId | None = None
     """The engine of this attempt; None while unplaced, or if tokens arrived before the placement's message."""
     detokenizer: DetokenizerId | None = None
+    tokenizer: InstanceId | None = None
+    """The one that says that it has this attempt; None where none has said so yet."""
     cluster: ClusterName | None = None
     """The other cluster that this attempt was sent to; there `engine` and `detokenizer` stand for a gateway. None: it
     is served here."""
@@ -195,6 +204,51 @@ class OpenRequest:
     def request(self) -> RequestId:
         """The request's id, which all attempts share."""
         return self.tokenize.request
+
+    @property
+    def prompt_bytes(self) -> int:
+        """About how many bytes each attempt sends."""
+        return prompt_bytes(self.tokenize.prompt)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its prompt has more than LARGE_BYTES."""
+        return self.prompt_bytes > LARGE_BYTES
+
+    def depends_on(self, last: Lifecycle) -> bool:
+        """Whether its present attempt is lost, or may be, with the instance that has said this."""
+        match last.service:
+            case "scheduler":
+                return self.engine == EngineId(last.instance)
+            case "detokenizer":
+                return self.detokenizer == DetokenizerId(last.instance)
+            case "tokenizer":
+                return self.state == "dispatched" and self.cluster is None and self.tokenizer in (None, last.instance)
+            case "coordinator" if self.tokenizer is None or self.state == "queued":
+                return self.state in ("dispatched", "queued") and self.cluster is None
+            case _:  # a tokenizer that has the prompt finds another coordinator
+                return False
+
+    def is_overdue(self, policy: RetryPolicy, now: float) -> bool:
+        """Whether a dispatched attempt should have been heard of."""
+        patience = policy.placement_s * 2**self.silent_tries + self.prompt_bytes / policy.tokenized_per_s
+        return now - self.last_message_at > patience
+
+    def pause(self, policy: RetryPolicy, now: float) -> None:
+        """Has the next attempt wait, for longer each time."""
+        self.apply("pause")
+        limit = policy.pause_limit_s * max(1.0, self.prompt_bytes / LARGE_BYTES)
+        self.resume_at = now + min(policy.pause_s * 2 ** min(self.pauses, 8), limit)
+        self.pauses += 1
+
+    def count_failure(self, policy: RetryPolicy) -> bool:
+        """Counts the failure of a placed attempt. Returns whether it was one too many."""
+        self.failed += 1
+        self.fruitless += 1
+        if self.engine is not None:
+            others = tuple(engine for engine in self.avoid if engine != self.engine)
+            self.avoid = (*others, self.engine)[-policy.avoid_limit :]
+        return self.fruitless >= policy.attempts or self.failed >= policy.attempts_in_all
 
     def apply(self, event: RequestEvent) -> None:
         """Moves to the next state. Raises IllegalTransition if the table does not allow the event."""
@@ -271,7 +325,7 @@ class OpenRequest:
         if self.state == "placed":
             self.unplaced_since = now
         self.attempt = Attempt(self.attempt + 1)
-        self.engine = self.detokenizer = self.handed_by = None
+        self.engine = self.detokenizer = self.handed_by = self.tokenizer = None
         self.passes = 0
         self.probing = False
         self.clear_suspicion()

@@ -5,10 +5,11 @@ ADR 1 says why an engine is probed before a silent request is retried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import assert_never
 
 from services.gateway.core.cluster import Absence
+from services.gateway.core.dispatch_window import DispatchWindow
 from services.gateway.core.effects import (
     AttemptRetry,
     CancelAttempt,
@@ -27,6 +28,7 @@ from shared.messages.gateway import (
     Delta,
     Deltas,
     PromptLogprobsDelta,
+    PromptsHeld,
     RequestFailed,
     RequestMessage,
     RequestPlaced,
@@ -49,6 +51,7 @@ class RequestSupervisor:
         self._policy = policy
         self._clusters = clusters
         self._open: dict[RequestId, OpenRequest] = {}
+        self._window = DispatchWindow()
         self._numbers: SourceNumbers[DetokenizerId] = SourceNumbers()
         self._abandoned = AbandonedRequests(policy.departed_limit, policy.recancel_s)
         self._poisoned = PoisonedRequests(policy.refused_limit, policy.refuse_s, policy.refuse_grammar_s)
@@ -69,7 +72,7 @@ class RequestSupervisor:
         if self._poisoned.until and (refused := self._poisoned.refusal(tokenize, now)) is not None:
             return [refused]
         request = self._open[tokenize.request] = OpenRequest(tokenize, now, now, now, accepted=accepted)
-        return [self._send_off(request)]
+        return self._dispatch(request, now)
 
     def resume(self, tokenize: Tokenize, emitted: EmittedOutput, now: float, *, relayed: bool = False) -> list[Effect]:
         """Opens a request of another gateway, behind what that one's client was given. `relayed`: of a gateway of
@@ -80,7 +83,7 @@ class RequestSupervisor:
         request.attempt, request.tokens, request.chars = emitted.attempt, list(emitted.tokens), emitted.chars
         request.usage_sent, request.prompt_tokens = emitted.prompt_tokens is not None, emitted.prompt_tokens
         self._open[tokenize.request] = request
-        return [self._send_off(request)]
+        return self._dispatch(request, now)
 
     def close(self, request: RequestId, now: float, *, aborted: bool = False) -> list[Effect]:
         """Ends a request that its client no longer wants, or that is `aborted`: then its client hears of the end. An
@@ -112,6 +115,8 @@ class RequestSupervisor:
                 return self._deltas(message, now)
             case RequestPlaced():
                 return self._placed(message, now)
+            case PromptsHeld():
+                return self._held(message, now)
             case RequestQueued():
                 return self._queued(message, now)
             case RequestFailed():
@@ -127,39 +132,28 @@ class RequestSupervisor:
             return self._take_elsewhere(current, f"cluster {current.cluster} cannot be reached", now)
         if current is not None and current.state == "dispatched":
             current.start_attempt(now)
-            self._pause(current, now)
+            current.pause(self._policy, now)
         return []
 
     def instance_gone(self, last: Lifecycle, reason: str, now: float) -> list[Effect]:
         """An instance stopped or was restarted: the requests that it had are retried. `last`: what it said last."""
-        gone = InstanceGone(last, reason)
-        match last.service:
-            case "scheduler" if reason == "stopped" and not last.load:  # the last tokens come by a longer way
-                self._suspect(lambda r: r.engine == EngineId(last.instance), now + self._policy.silence_s)
-                return []
-            case "scheduler":
-                return self._retry_all(lambda r: r.engine == EngineId(last.instance), gone, now)
-            case "detokenizer":
-                self._numbers.forget(DetokenizerId(last.instance))
-                return self._retry_all(lambda r: r.detokenizer == DetokenizerId(last.instance), gone, now)
-            case "tokenizer":
-                return self._retry_all(lambda r: r.state == "dispatched" and r.cluster is None, gone, now)
-            case "coordinator":
-                return self._retry_all(lambda r: r.state in ("dispatched", "queued") and r.cluster is None, gone, now)
-            case _:
-                return []
+        if last.service == "scheduler" and reason == "stopped" and not last.load:
+            self._suspect(last, now + self._policy.silence_s)  # the last tokens come by a longer way
+            return []
+        if last.service == "detokenizer":
+            self._numbers.forget(DetokenizerId(last.instance))
+        affected = [request for request in self._open.values() if request.depends_on(last)]
+        return self._retry_all(affected, InstanceGone(last, reason), now)
 
     def instance_silent(self, last: Lifecycle, reason: str, now: float) -> list[Effect]:
-        """An instance sends no lifecycle messages. It may be dead, or short of CPU for a moment: engines are probed."""
-        match last.service:
-            case "scheduler":
-                self._suspect(lambda r: r.engine == EngineId(last.instance), now)
-                return []
-            case "detokenizer":
-                self._suspect(lambda r: r.detokenizer == DetokenizerId(last.instance), now)
-                return []
-            case _:
-                return self.instance_gone(last, reason, now)
+        """An instance sends no lifecycle messages. It may be dead, or short of CPU for a moment: engines are probed.
+        Large prompts, which may be what keeps a tokenizer busy, wait until they are overdue."""
+        if last.service in ("scheduler", "detokenizer"):
+            self._suspect(last, now)
+            return []
+        spared = last.service == "tokenizer"
+        affected = [r for r in self._open.values() if r.depends_on(last) and not (spared and r.is_large)]
+        return self._retry_all(affected, InstanceGone(last, reason), now)
 
     def relay_gone(self, relay: EngineId, now: float) -> list[Effect]:
         """A gateway of another cluster died or cannot be reached: the requests that it had are tried again."""
@@ -199,6 +193,7 @@ class RequestSupervisor:
 
     def tick(self, now: float) -> list[Effect]:
         """Checks every deadline; called a few times a second."""
+        self._window.look_again()
         return [effect for request in list(self._open.values()) for effect in self._overdue(request, now)]
 
     # Messages.
@@ -209,7 +204,7 @@ class RequestSupervisor:
         if arrival == "repeated":
             return effects
         if arrival == "gap":  # requests whose next token is not where it should be, or that get none, lost something
-            self._suspect(lambda r: r.detokenizer == message.detokenizer, now)
+            self._probe_soon((r for r in self._open.values() if r.detokenizer == message.detokenizer), now)
         for opened in message.opened:
             effects += self._stream_opened(opened, message.detokenizer, now)
         for scored in message.scored:
@@ -279,6 +274,13 @@ class RequestSupervisor:
             current.place(placed.engine, placed.detokenizer, now)
         return []
 
+    def _held(self, held: PromptsHeld, now: float) -> list[Effect]:
+        for request, attempt in held.requests:
+            current = self._current(request, attempt)
+            if current is not None and current.state == "dispatched":
+                current.tokenizer, current.last_message_at = held.tokenizer, now
+        return []
+
     def _queued(self, queued: RequestQueued, now: float) -> list[Effect]:
         current = self._current(queued.request, queued.attempt)
         if current is None:  # the withdrawal was lost, and it would wait on for its turn
@@ -313,24 +315,15 @@ class RequestSupervisor:
         """
         effects = self._release(current, now)
         if blame and current.state == "placed":
-            if self._count_failure(current):
+            if current.count_failure(self._policy):
                 return effects + self._give_up(current, f"{reason}; {current.failed} attempts failed")
             at_once = current.fruitless <= 1
         current.start_attempt(now)
         effects.append(AttemptRetry(current.request, current.attempt, reason, len(current.tokens)))
         if at_once:
             return [*effects, *self._dispatch(current, now)]
-        self._pause(current, now)
+        current.pause(self._policy, now)
         return effects
-
-    def _count_failure(self, current: OpenRequest) -> bool:
-        """Counts a placed attempt's failure. Returns whether it was one too many."""
-        current.failed += 1
-        current.fruitless += 1
-        if current.engine is not None:
-            others = tuple(engine for engine in current.avoid if engine != current.engine)
-            current.avoid = (*others, current.engine)[-self._policy.avoid_limit :]
-        return current.fruitless >= self._policy.attempts or current.failed >= self._policy.attempts_in_all
 
     def _release(self, current: OpenRequest, now: float) -> list[Effect]:
         """Frees what the present attempt may hold at other services."""
@@ -349,6 +342,12 @@ class RequestSupervisor:
                 return [Withdraw(current.request, current.attempt)]
 
     def _dispatch(self, current: OpenRequest, now: float) -> list[Effect]:
+        """Sends the attempt off; a large one may have to wait for a later `tick`."""
+        if self._window.refuses(current):
+            if current.state != "paused":
+                current.apply("pause")
+            current.resume_at = now
+            return []
         current.apply("dispatch")
         current.last_message_at = now
         return [self._send_off(current)]
@@ -373,11 +372,6 @@ class RequestSupervisor:
         current.detours += 1
         return self._retry(current, reason, now, at_once=True, blame=False)
 
-    def _pause(self, current: OpenRequest, now: float) -> None:
-        current.apply("pause")
-        current.resume_at = now + min(self._policy.pause_s * 2 ** min(current.pauses, 8), self._policy.pause_limit_s)
-        current.pauses += 1
-
     def _give_up_each(self, requests: Iterable[OpenRequest], why: str, now: float) -> list[Effect]:
         """Ends requests wherever they are."""
         return [
@@ -398,10 +392,9 @@ class RequestSupervisor:
         del self._open[current.request]
         return [rejected, *current.end()]
 
-    def _retry_all(self, which: Callable[[OpenRequest], bool], gone: InstanceGone, now: float) -> list[Effect]:
+    def _retry_all(self, affected: list[OpenRequest], gone: InstanceGone, now: float) -> list[Effect]:
         """Retries what an instance had that is gone, but for what it died of."""
         reason = f"{gone.last.service} {gone.last.instance} {gone.reason}"
-        affected = [request for request in self._open.values() if which(request)]
         effects: list[Effect] = []
         for request in affected:
             effects += self._count_death(request, gone.death_of(request.request), 0, now)
@@ -445,11 +438,13 @@ class RequestSupervisor:
 
     # Silence and probes.
 
-    def _suspect(self, which: Callable[[OpenRequest], bool], now: float) -> None:
-        """Has requests probed soon, unless their next tokens arrive before."""
-        for request in self._open.values():
-            if which(request):
-                request.probe_at = now + self._policy.confirm_s
+    def _suspect(self, last: Lifecycle, now: float) -> None:
+        self._probe_soon((request for request in self._open.values() if request.depends_on(last)), now)
+
+    def _probe_soon(self, requests: Iterable[OpenRequest], now: float) -> None:
+        """Has requests probed, unless their next tokens arrive before."""
+        for request in requests:
+            request.probe_at = now + self._policy.confirm_s
 
     def _overdue(self, r: OpenRequest, now: float) -> Iterator[Effect]:
         policy = self._policy
@@ -470,7 +465,7 @@ class RequestSupervisor:
             yield from self._dispatch(r, now)
         elif r.state == "queued" and now - r.last_message_at > policy.elsewhere_s and self._may_leave(r):
             yield from self._take_elsewhere(r, f"queued for {policy.elsewhere_s:g} s", now)
-        elif r.state == "dispatched" and now - r.last_message_at > policy.placement_s * 2**r.silent_tries:
+        elif r.state == "dispatched" and r.is_overdue(policy, now):
             r.silent_tries += 1
             yield from self._retry(r, "not placed in time", now, at_once=True)
 

@@ -17,6 +17,7 @@ from shared import topics
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, GatewayId, InstanceId
 from shared.messages.encoder import EncodeInput, EncoderRefusal
+from shared.messages.gateway import PromptsHeld
 from shared.messages.lifecycle import Drain, SleepReport, Undrain
 from shared.messages.scheduler import Probe
 from shared.messages.tokenizer import Tokenize
@@ -118,6 +119,40 @@ async def test_without_a_tokenizer_a_request_waits_for_one(memory_bus: MemoryBus
         await eventually(lambda: len(stack.gateway.requests) == 1)
         await memory_bus.subscribe(topics.tokenize(MODEL), stack.ring._tokenize)
         assert await asking == said(8)
+
+
+async def test_a_tokenizer_says_that_it_has_a_prompt(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus) as stack:
+        await stack.ring.intake.stop()
+        sent: asyncio.Queue[Tokenize] = asyncio.Queue()
+        await memory_bus.subscribe(topics.tokenize(MODEL), sent.put)
+        asking = asyncio.create_task(content(stack, "hello"))
+        async with asyncio.timeout(60):
+            message = await sent.get()
+        (request,) = stack.gateway.requests.open_requests()
+        held = PromptsHeld(InstanceId("tokenizer-1"), ((message.request, message.attempt),))
+        await memory_bus.publish(topics.gateway_inbox(message.gateway), held)
+        await eventually(lambda: request.tokenizer == "tokenizer-1")
+        await stack.ring._tokenize(message)
+        assert await asking == said(8)
+
+
+async def test_large_prompts_wait_for_each_other_and_all_are_answered(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus) as stack:
+        await stack.ring.intake.stop()
+        sent: asyncio.Queue[Tokenize] = asyncio.Queue()
+        await memory_bus.subscribe(topics.tokenize(MODEL), sent.put)
+        body = {"model": MODEL, "prompt": "x" * (6 * 2**20), "n": 5, "max_tokens": 2}
+        asking = asyncio.create_task(stack.http.post("/v1/completions", json=body))
+        for answered in range(5):
+            async with asyncio.timeout(60):
+                message = await sent.get()
+            open_requests = list(stack.gateway.requests.open_requests())
+            assert sum(request.state == "dispatched" for request in open_requests) <= 2
+            assert (message.attempt, len(open_requests)) == (1, 5 - answered)
+            await stack.ring._serve(message)
+            await eventually(lambda number=answered: len(stack.gateway.requests) == 4 - number)  # type: ignore[misc]
+        assert (await asking).json()["usage"]["completion_tokens"] == 10
 
 
 async def test_a_request_that_nobody_serves_in_time_is_told_so(memory_bus: MemoryBus) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from services.tokenizer import client_template, encoding_lanes
+from services.tokenizer import actor, client_template, encoding_lanes
 from services.tokenizer.actor import INLINE_BYTES, TokenizerActor
 from services.tokenizer.client_template import MAX_TEMPLATE_CHARS
 from services.tokenizer.core.chat_template import ChatTemplates
@@ -27,7 +27,7 @@ from shared.actor import ActorRuntime
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, GatewayId, InstanceId, ModelName, RequestId
 from shared.messages.coordinator import Route
-from shared.messages.gateway import RequestFailed, RequestRejected
+from shared.messages.gateway import PromptsHeld, RequestFailed, RequestRejected
 from shared.messages.generation import SamplingOptions, StopConditions
 from shared.messages.tokenizer import (
     ChatPrompt,
@@ -62,15 +62,19 @@ class Ring:
         self.runtime = ActorRuntime(self.actor, drain_timeout=10)
         self.routed: asyncio.Queue[Route] = asyncio.Queue()
         self.at_gateway: asyncio.Queue[Any] = asyncio.Queue()
+        self.held: asyncio.Queue[PromptsHeld] = asyncio.Queue()
 
     async def start(self, *, coordinator: bool = True) -> None:
-        await self.bus.subscribe(topics.gateway_inbox(GATEWAY), self.at_gateway.put)
+        await self.bus.subscribe(topics.gateway_inbox(GATEWAY), self._heard_at_gateway)
         if coordinator:
             await self.bus.subscribe(topics.route(), self.routed.put)
         self.task = asyncio.create_task(self.runtime.run())
         async with asyncio.timeout(60):
             while self.runtime.phase != "ready":
                 await asyncio.sleep(0.001)
+
+    async def _heard_at_gateway(self, message: Any) -> None:
+        await (self.held if isinstance(message, PromptsHeld) else self.at_gateway).put(message)
 
     async def tokenize(self, prompt: Prompt, request: str = "r", attempt: int = 1) -> None:
         message = Tokenize(
@@ -237,6 +241,35 @@ async def test_a_later_attempt_waits_for_the_rendering_of_an_earlier_one(
     assert (await heard(ring.routed)).generation.attempt == 2
     assert started.empty()
     assert ring.routed.empty()
+
+
+async def test_a_gateway_hears_which_of_its_prompts_wait(
+    memory_bus: MemoryBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "HELD_INTERVAL", 0.01)
+    go_on, encode = threading.Event(), Vocabulary.encode
+
+    def waiting(vocabulary: Vocabulary, text: str, **options: Any) -> list[int]:
+        assert go_on.wait(60)
+        return encode(vocabulary, text, **options)
+
+    monkeypatch.setattr(Vocabulary, "encode", waiting)
+    ring = Ring(memory_bus, tmp_path)
+    await ring.start()
+    try:
+        for name, attempt in (("first", 1), ("second", 1), ("second", 2)):
+            await ring.tokenize(TextPrompt(SENTENCES * 3000), name, attempt)
+        expected = {(RequestId("first"), Attempt(1)), (RequestId("second"), Attempt(2))}
+        while set((held := await heard(ring.held)).requests) != expected:
+            assert held.tokenizer == "tokenizer-1"
+        go_on.set()
+        routes = [(await heard(ring.routed)).generation for _ in range(2)]
+        assert [(route.request, route.attempt) for route in routes] == [("first", 1), ("second", 2)]
+        await memory_bus.flush()
+        assert ring.actor._held == {}
+    finally:
+        go_on.set()
+        await ring.stop()
 
 
 async def test_of_more_long_prompts_than_there_is_room_for_the_last_are_refused(
