@@ -231,7 +231,7 @@ class OpenRequest:
 
     def is_overdue(self, policy: RetryPolicy, now: float) -> bool:
         """Whether a dispatched attempt should have been heard of."""
-        patience = policy.placement_s * 2**self.silent_tries + self.prompt_bytes / policy.tokenized_per_s
+        patience: float = policy.placement_s * 2**self.silent_tries + self.prompt_bytes / policy.tokenized_per_s
         return now - self.last_message_at > patience
 
     def pause(self, policy: RetryPolicy, now: float) -> None:

@@ -33,7 +33,7 @@ def no_collections() -> Iterator[None]:
 
 
 def left() -> Counter[str]:
-    return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, KEPT))
+    return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in KEPT)
 
 
 async def post(stack: GatewayStack, path: str, **fields: Any) -> int:
