@@ -18,12 +18,13 @@ from services.worker.batch.batch import DraftTokens
 from services.worker.batch.rows import RowRuns, rows_of
 from services.worker.batch.staging import staging_for
 from services.worker.distributed.communicator import SingleRank
-from services.worker.models.checkpoint import open_checkpoint
+from services.worker.models.checkpoint import TensorSource, open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.decoder import Decoder
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.loading import load_weights
 from services.worker.models.published.names import library_names
+from services.worker.models.published.transposed import TransposedCheckpoint, has_transposed
 from services.worker.models.quantization.quantized_checkpoint import as_it_says
 from services.worker.models.sharding import shard_of
 from services.worker.models.weights import ForwardPass, KvCaches
@@ -81,7 +82,9 @@ def open_draft_model(settings: SpeculationSettings, target: TargetModel, most: i
     share = shard_of(config, 0, 1)
     nested, rename = nests_language_model(folder), library_names(config)
     with open_checkpoint(folder, target.dtype, language_model=nested, rename=rename) as checkpoint:
-        tensors = as_it_says(checkpoint, folder, target.dtype)
+        tensors: TensorSource = as_it_says(checkpoint, folder, target.dtype)
+        if has_transposed(config.architecture):
+            tensors = TransposedCheckpoint(checkpoint, config.architecture)
         weights = load_weights(tensors, config, share, target.ops, target.device, target.max_model_len)
     return DraftModelDrafter(Decoder(config, weights, share, target.ops, SingleRank()), target, most)
 

@@ -27,6 +27,7 @@ from services.worker.models.residual.skips import check_skips
 from services.worker.models.sharding import LayerShard, shard_of
 from services.worker.ops.torch_ops import PlainLinear, TorchOps
 from services.worker.sim.shape import read_shape
+from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import ModelName
 from tests.support.models.published_layouts import LAYOUTS, PublishedModel, make_published, write_published_adapter
 from tests.support.models.published_shapes import HEADS
@@ -176,6 +177,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         ("ChatGLMModel", {"kv_channels": 18}, "kv_channels 18: half of it has no pairs"),
         ("MiniCPMForCausalLM", {"num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
         ("SarvamMoEForCausalLM", {"moe_router_enable_expert_bias": False}, "Invalid enum value False"),
+        ("SarvamMoEForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob false is not supported; true is"),
+        ("Param2MoEForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob false is not supported; true is"),
         ("Param2MoEForCausalLM", {"use_qk_norm": None}, "Expected `bool`, got `null`"),
         ("SarvamMLAForCausalLM", {"rope_scaling": None}, "rope_scaling is missing"),
         ("SarvamMLAForCausalLM", {"score_function": "softmax"}, "Invalid enum value 'softmax'"),
@@ -192,6 +195,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         ("OuroForCausalLM", {"layer_types": ["sliding_attention"]}, "Invalid enum value 'sliding_attention'"),
         ("Plamo3ForCausalLM", {"rope_scaling_factor": 4}, "rope_scaling_factor 4.0 is not supported"),
         ("Plamo3ForCausalLM", {"scale_embedding": True}, "Invalid enum value True"),
+        ("Plamo3ForCausalLM", {"attention_bias": True}, "Invalid enum value True"),
         ("Plamo3ForCausalLM", {"window_size": None}, "window_size is missing: releases"),
         ("Plamo3ForCausalLM", {"sliding_window": [24, 9, None]}, r"sliding_window \[24, 9, None\] is not supported"),
         ("PanguEmbeddedForCausalLM", {"param_sink_number": 128}, "Invalid enum value 128"),
@@ -257,6 +261,16 @@ def test_what_a_prompt_beyond_a_number_of_tokens_changes_is_served_up_to_it(tmp_
     assert positions("JAISLMHeadModel", alibi_scaling={"type": "linear", "train_seq_len": 99}) == 99
     assert positions("MiniCPMForCausalLM (4)") == POSITIONS
     assert positions("MiniCPMForCausalLM", sparse_config={}, max_position_embeddings=32768) == 8192
+
+
+def test_a_draft_model_may_have_inputs_before_outputs(made: Made) -> None:
+    model = made("JAISLMHeadModel")
+    itself = SpeculationSettings(method="draft", num_speculative_tokens=3, model=str(model.path))
+    driver = Driver(tiny_backend(model.path, ops="native", speculation=itself), budget=32, speculate=3)
+    sequence = driver.add(prompt(20), 12)
+    driver.run()
+    assert sequence.output == model.greedy(prompt(20), 12)
+    assert driver.accepted > 0
 
 
 def test_weights_of_loops_are_there_once(made: Made) -> None:
