@@ -51,6 +51,8 @@ _FLAGS = (
     # Vectors wider than the instructions' are passed in memory: only a matter between libraries.
     "-Wno-psabi",
 )
+_HEADERS = ("algorithm", "cmath", "cstdint", "cstring", "limits", "vector")
+"""What most sources include, beside lanes.h. It is read once for all: that takes as long as compiling a small one."""
 _TILE_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 """No compiler makes such instructions of its own accord: a library that has them runs on any machine of its level."""
 _LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
@@ -216,8 +218,9 @@ def _compile_with(command: Sequence[str], target: Path) -> str | None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
         objects = {source: Path(folder) / f"{source.stem}.o" for source in _longest_first()}
         output = Path(folder) / target.name
+        begun = [*command, *_precompiled(command, Path(folder), until)]
         with ThreadPoolExecutor(os.cpu_count()) as cores:
-            calls = [[*command, "-c", "-o", str(made), str(source)] for source, made in objects.items()]
+            calls = [[*begun, "-c", "-o", str(made), str(source)] for source, made in objects.items()]
             failures = list(cores.map(lambda call: _failure(call, until), calls))
         failure = next(filter(None, failures), None)
         if failure is None:
@@ -225,6 +228,18 @@ def _compile_with(command: Sequence[str], target: Path) -> str | None:
         if failure is None:
             output.replace(target)
     return failure
+
+
+def _precompiled(command: Sequence[str], folder: Path, until: float) -> tuple[str, ...]:
+    """Arguments that hand a compiler what it made of the headers, in `folder`; none where it made nothing. Only GCC is
+    asked: where that does not fit, it reads the headers themselves, and others stop."""
+    name = Path(os.path.realpath(command[0])).name
+    if "g++" not in name or "clang" in name:
+        return ()
+    header = folder / "headers.h"
+    header.write_text("".join(f"#include <{each}>\n" for each in _HEADERS) + f'#include "{_SOURCES / "lanes.h"}"\n')
+    failure = _failure([*command, "-x", "c++-header", "-o", f"{header}.gch", str(header)], until)
+    return () if failure else ("-include", str(header))
 
 
 def _failure(command: Sequence[str], until: float) -> str | None:
