@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,13 @@ def copied(target: str) -> tuple[Path, ...]:
     return tuple(paths)
 
 
-def imported(file: Path, package: str) -> Iterator[str]:
+@cache
+def imported(file: Path, package: str) -> tuple[str, ...]:
     """Modules that `file` of `package` imports anywhere, types alone excepted."""
+    return tuple(_imported(file, package))
+
+
+def _imported(file: Path, package: str) -> Iterator[str]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
