@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @pytest.fixture(scope="module")
 def bamba(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_model("bamba", tmp_path_factory.mktemp("bamba"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """Made once for each family, as is what the library answers: the states of a prompt take it a second."""
+    return cache(lambda family: make_model(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture(scope="module")
@@ -337,11 +345,11 @@ def test_a_plan_may_not_begin_a_sequence_behind_what_is_computed(bamba: TinyMode
 @pytest.mark.parametrize("ops", ["torch", "native"])
 @pytest.mark.parametrize("family", by_lane(STATE_FAMILIES))
 def test_who_goes_on_from_a_checkpoint_says_what_the_whole_prompt_says(
-    tmp_path: Path, recorded: list[Tensor], family: str, ops: OpsName
+    tiny: Callable[[str], TinyModel], recorded: list[Tensor], family: str, ops: OpsName
 ) -> None:
     """A scheduler's core plans: the same prompt again begins behind its last block, and one with the same beginning
     behind what both share. The logits are the reference's."""
-    model = make_model(family, tmp_path)
+    model = tiny(family)
     engine = PlannedEngine(tiny_backend(model.path, dtype="float32", ops=ops, kv_memory_bytes=64 << 20))
     other = [*PROMPT[:100], *PROMPT[:30]]
     for prompt, computed in ((PROMPT, 0), (PROMPT, 144), (other, 0), ([*other[:96], 5, 6, 7], 96)):
