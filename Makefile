@@ -9,6 +9,7 @@ VENV   ?= .venv
 ARGS   ?=
 TORCH  ?= auto
 LOOK   ?=
+MYPY_WORKERS ?= auto
 FOR    ?= 3.12
 OUT    ?= .wheels
 THERE  ?=
@@ -104,7 +105,7 @@ lint: $(DEV) ## ruff, mypy, import-linter
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	@# On a busy machine its processes may begin later than the 3 s that it gives them: it ends with 2 then.
-	$(BIN)/mypy --num-workers auto || { [ $$? = 2 ] && $(BIN)/mypy; }
+	$(BIN)/mypy --num-workers $(MYPY_WORKERS) || { [ $$? = 2 ] && $(BIN)/mypy; }
 	$(BIN)/lint-imports
 
 fmt: $(DEV) ## formats and fixes what can be fixed
