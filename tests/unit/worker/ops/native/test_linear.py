@@ -66,3 +66,10 @@ def test_takes_what_any_operation_gives() -> None:
         ops = native(dtype)
         packed = ops.pack_linear(random(70, 64, seed=1), None)
         assert torch.equal(ops.linear(given, packed), ops.linear(given.to(dtype), packed))
+
+
+def test_what_is_packed_exactly_is_rounded_in_no_model() -> None:
+    ops, weight, x = native(torch.bfloat16), random(24, 1100, seed=1), random(37, 1100)
+    product = ops.linear(x, packed := ops.pack_exactly(weight))
+    torch.testing.assert_close(product.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
+    assert torch.equal(torch.cat([ops.linear(row.unsqueeze(0), packed) for row in x]), product)
