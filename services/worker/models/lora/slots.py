@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from services.worker.ops.transfer import to_device
 from shared.ids import LoraId, ModelName
 from shared.messages.model_card import LoraCard
 from shared.models.lora_registry import MAX_REGISTERED_LORAS, AdapterRefused
-from shared.private_files import expanded
+from shared.private_files import NoHome, expanded
 
 NO_ADAPTER = -1
 
@@ -95,11 +96,14 @@ class LoraSlots:
             raise AdapterRefused(f"lora_name = {name}: there is an adapter of this name")
         if len(self._cards) >= MAX_REGISTERED_LORAS:
             raise AdapterRefused(f"lora_name = {name}: at most {MAX_REGISTERED_LORAS} adapters are allowed")
-        folder = expanded(folder)
+        try:
+            folder = expanded(folder)
+        except NoHome as error:
+            raise AdapterRefused(f"lora_path = {error}", missing=True) from None
         try:
             return self._serve(self._model.read(name, folder))
         except ModelError as error:
-            raise AdapterRefused(str(error), missing=not (folder / CONFIG).is_file()) from None
+            raise AdapterRefused(str(error), missing=not os.path.isfile(folder / CONFIG)) from None
 
     def remove(self, name: ModelName) -> None:
         """See `AdapterStore.remove`."""
