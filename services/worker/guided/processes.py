@@ -59,11 +59,7 @@ class ServerLink:
         """Starts it; it has loaded when `loaded` is no longer None."""
         self.limits = settings.limits
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        start = f"import sys; sys.path[:] = sys.argv[3:]; from {__package__}.fork_server import main; main()"
-        arguments = (str(theirs.fileno()), msgspec.json.encode(settings).decode(), *sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", start, *arguments], pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
-        )
+        self._process = started(theirs, settings)
         theirs.close()
         self.loaded: ServerLoaded | None = None
         self.alive = True
@@ -123,6 +119,15 @@ class ServerLink:
         self._process.kill()
         self._process.wait()
         self.socket.close()
+
+
+def started(control: socket.socket, settings: ServerSettings) -> subprocess.Popen[bytes]:
+    """A server that hears `control`. Python is started anew, as the rank has threads."""
+    start = f"import sys; sys.path[:] = sys.argv[3:]; from {__package__}.fork_server import main; main()"
+    arguments = (str(control.fileno()), msgspec.json.encode(settings).decode(), *sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-c", start, *arguments], pass_fds=(control.fileno(),), stdin=subprocess.DEVNULL
+    )
 
 
 class GrammarProcess:

@@ -43,9 +43,12 @@ from tests.support.worker.plan_driver import GREEDY
 from tests.support.worker.rank_process import Drew, Serve, Serving, main, read, write
 
 _rendezvous = count()
-_FORKING = multiprocessing.get_context("forkserver")
-"""Ranks are forked from a process that has imported what they need: that takes most of the processor time of a rank."""
-_FORKING.set_forkserver_preload([main.__module__, "transformers.modeling_utils"])
+FORKING = multiprocessing.get_context("forkserver")
+"""Ranks, and servers of grammars, are forked from a process that has imported what they need: that takes most of the
+processor time of either."""
+FORKING.set_forkserver_preload(
+    [main.__module__, "transformers.modeling_utils", "services.worker.guided.fork_server", "xgrammar"]
+)
 WHOLE_EXPERTS = ExpertSettings(parallel=True)
 MOVED_WITHIN = 120.0
 """Seconds. Experts are moved by threads beside steps: how many steps that takes is the machine's."""
@@ -76,9 +79,9 @@ def _run(rank: int, program: Callable[[str], None], stdin: Connection, stdout: C
 
 
 def _started(rank: int, program: Callable[[str], None]) -> _Process:
-    its_stdin, stdin = _FORKING.Pipe(duplex=False)
-    stdout, its_stdout = _FORKING.Pipe(duplex=False)
-    process = _FORKING.Process(target=_run, args=(rank, program, its_stdin, its_stdout))
+    its_stdin, stdin = FORKING.Pipe(duplex=False)
+    stdout, its_stdout = FORKING.Pipe(duplex=False)
+    process = FORKING.Process(target=_run, args=(rank, program, its_stdin, its_stdout))
     process.start()
     its_stdin.close()
     its_stdout.close()
