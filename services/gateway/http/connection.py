@@ -57,11 +57,15 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         self._expect_head()
+        self._served: Any = None
+        """The cycle of the request that is being answered; `cycle` is that of the last one that came."""
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Calls `on_lost` exactly once when the connection has ended."""
+        """Calls `on_lost` exactly once when the connection has ended. Uvicorn tells the last request that came, which
+        may wait behind the one that is being answered."""
         self._head_timer.cancel()
+        self._disconnect()
         super().connection_lost(exc)
         if self.on_lost is not None:
             lost, self.on_lost = self.on_lost, None
@@ -81,6 +85,8 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         super().on_headers_complete()
+        if not self.pipeline:
+            self._served = self.cycle
         self.flow.pause_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -95,6 +101,12 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         if not self.pipeline:
             self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        """The next of the requests that wait is answered."""
+        if self.pipeline:
+            self._served = self.pipeline[-1][0]
+        super().on_response_complete()
 
     def data_received(self, data: bytes) -> None:
         """Counts the bytes of a head, and closes the connection with a 431 above the limit."""
@@ -126,8 +138,8 @@ class Connection(HttpToolsProtocol):
         """Returns whether the client has left, or will be disconnected. Uvicorn is told so at once: it hears of the end
         a moment later, and would answer an application that gave up meanwhile with an error, which raises."""
         closing: bool = self.transport.is_closing()
-        if closing and self.cycle is not None:
-            self.cycle.disconnected = True
+        if closing:
+            self._disconnect()
         return closing
 
     def unread(self) -> int:
@@ -136,6 +148,10 @@ class Connection(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Closes the connection in the middle of a response."""
-        if self.cycle is not None:
-            self.cycle.disconnected = True  # otherwise uvicorn logs the missing end as a bug of the application
+        self._disconnect()  # otherwise uvicorn logs the missing end as a bug of the application
         self.transport.abort()
+
+    def _disconnect(self) -> None:
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
+            self._served.message_event.set()

@@ -112,6 +112,34 @@ async def test_a_client_that_left_just_as_its_request_came_is_given_no_answer(
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
+async def test_a_client_that_leaves_while_its_next_requests_wait_is_given_no_answer(
+    memory_bus: MemoryBus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    came: list[Connection] = []
+    complete = Connection.on_message_complete
+
+    def counted(connection: Connection) -> None:
+        complete(connection)
+        came.append(connection)
+
+    monkeypatch.setattr(Connection, "on_message_complete", counted)
+    caplog.set_level(logging.INFO)
+    async with gateway_stack(memory_bus) as stack:
+        await stack.ring.intake.stop()
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.server.port)
+        body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "x"}]}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        writer.write((head + body) * 3)
+        try:
+            await eventually(lambda: len(came) >= 2 and "request" in caplog.messages)
+            came[0].transport.abort()
+            assert await reader.read() == b""
+            await eventually(lambda: "audit" in caplog.messages)
+        finally:
+            writer.close()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
 async def test_without_a_tokenizer_a_request_waits_for_one(memory_bus: MemoryBus) -> None:
     async with gateway_stack(memory_bus) as stack:
         await stack.ring.intake.stop()
