@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import field
 from msgspec.structs import replace
 
-from services.worker.models.config import DeltaConfig, LatentConfig, LayerConfig, Mixture, ModelConfig, ModelError
+from services.worker.models.config import DeltaConfig, LayerConfig, Mixture, ModelConfig, ModelError
 from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.hf_rope import RawRope, read_ropes
+from services.worker.models.states.reading.kimi import RawSizes, check_sizes, latent_of
 from services.worker.models.states.reading.model import (
     layer_kinds,
     model_with_states,
@@ -50,7 +51,7 @@ _LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 """For each layer, what its experts' products are limited to; 0 and none: they are not."""
 
 
-class _RawLing3(Struct, kw_only=True):
+class _RawLing3(RawSizes, kw_only=True):
     """Defaults are those of `transformers`."""
 
     vocab_size: int = 157184
@@ -58,11 +59,7 @@ class _RawLing3(Struct, kw_only=True):
     intermediate_size: int = 6144
     num_hidden_layers: int = 42
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    model_max_length: int | None = None
-    max_position_embeddings: int | None = None
     rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
     tie_word_embeddings: bool = False
     dtype: str | None = None
     torch_dtype: str | None = None
@@ -70,10 +67,6 @@ class _RawLing3(Struct, kw_only=True):
     rope_theta: float = 6_000_000.0
     rope_scaling: RawRope | None = None
     rope_parameters: msgspec.Raw = field(default_factory=lambda: msgspec.Raw(b"null"))
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
     v_head_dim: int = 128
     head_dim: int = 128
     linear_head_dim: int | None = None
@@ -109,7 +102,8 @@ def bailing_model_config(
     ModelError, and msgspec's errors."""
     raw = msgspec.json.decode(text, type=_RawLing3, strict=True)
     _refuse_unsupported(raw, msgspec.json.decode(text, type=dict[str, object]))
-    latent, states, mixes = _latent(raw), _with_states(raw), _mixing(raw)
+    check_sizes(raw)
+    latent, states, mixes = latent_of(raw, interleaved=True, gates="heads"), _with_states(raw), _mixing(raw)
     ropes = read_ropes(
         parameters=raw.rope_parameters,
         scaling=raw.rope_scaling,
@@ -154,35 +148,6 @@ def _refuse_unsupported(raw: _RawLing3, keys: dict[str, object]) -> None:
         # Who leaves them out, as `transformers` does, writes what the model was not trained to write.
         if (limits := keys.get(key)) and any(limits if isinstance(limits, list) else [limits]):
             raise ModelError(f"{key} {limits} is not supported; supported: null, and zeros")
-    if raw.hidden_act not in ("silu", "swish"):
-        raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
-    if raw.num_key_value_heads not in (None, raw.num_attention_heads):
-        raise ModelError(
-            f"num_key_value_heads {raw.num_key_value_heads} is not supported; num_attention_heads, "
-            f"{raw.num_attention_heads}, is"
-        )
-    for key in ("model_max_length", "max_position_embeddings"):
-        if (value := getattr(raw, key)) is not None:
-            require_positive(**{key: value})
-    require_positive(
-        **{key: getattr(raw, key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
-    )
-
-
-def _latent(raw: _RawLing3) -> LatentConfig:
-    sizes = ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    require_positive(**{key: value for key in sizes if (value := getattr(raw, key)) is not None})
-    if raw.qk_rope_head_dim % 2:
-        raise ModelError(f"qk_rope_head_dim {raw.qk_rope_head_dim} is odd")
-    return LatentConfig(
-        q_rank=raw.q_lora_rank,
-        kv_rank=raw.kv_lora_rank,
-        nope_dim=raw.qk_nope_head_dim,
-        rope_dim=raw.qk_rope_head_dim,
-        value_dim=raw.v_head_dim,
-        interleaved=True,
-        gates="heads",
-    )
 
 
 def _delta(raw: _RawLing3) -> DeltaConfig:

@@ -7,6 +7,7 @@ Two spellings are read: that of published files, whose `linear_attn_config` numb
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -38,7 +39,26 @@ class _RawLinear(Struct, kw_only=True):
     short_conv_kernel_size: int | None = None
 
 
-class _RawKimi(Struct, kw_only=True):
+class RawSizes(Struct, kw_only=True):
+    """Keys of models whose layers are Kimi Delta Attention or latent attention."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    model_max_length: int | None = None
+    max_position_embeddings: int | None = None
+    hidden_act: str = "silu"
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int | None = 128
+
+
+class _RawKimi(RawSizes, kw_only=True):
     """Defaults are those of `transformers`, which has two names of some keys."""
 
     vocab_size: int = 163840
@@ -46,21 +66,12 @@ class _RawKimi(Struct, kw_only=True):
     intermediate_size: int = 9216
     num_hidden_layers: int = 27
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    model_max_length: int | None = None
-    max_position_embeddings: int | None = None
     rms_norm_eps: float = 1e-5
-    hidden_act: str = "silu"
     attention_bias: bool = False
     tie_word_embeddings: bool = False
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = 163586
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 512
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int | None = 128
     mla_use_nope: bool = True
     mla_use_output_gate: bool = False
     linear_attn_config: _RawLinear | None = None
@@ -95,7 +106,8 @@ def kimi_model_config(
     ModelError, and msgspec's errors."""
     raw = msgspec.json.decode(text, type=_RawKimi, strict=True)
     _refuse_unsupported(raw)
-    latent, states, mixes = _latent(raw), _with_states(raw), _mixing(raw)
+    check_sizes(raw)
+    latent, states, mixes = latent_of(raw, interleaved=False), _with_states(raw), _mixing(raw)
     return model_with_states(
         *(raw, architecture),
         layers=tuple(LayerConfig(None, NO_ROPE, *each) for each in zip(mixes, states, strict=True)),
@@ -113,15 +125,10 @@ def kimi_model_config(
     )
 
 
-def _refuse_unsupported(raw: _RawKimi) -> None:
+def check_sizes(raw: RawSizes) -> None:
+    """Raises ModelError for what such a model cannot have."""
     if raw.hidden_act not in ("silu", "swish"):
         raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
-    if raw.attention_bias:
-        raise ModelError("attention_bias true is not supported")
-    if not raw.mla_use_nope:
-        raise ModelError("mla_use_nope false is not supported: only attention without positions is")
-    if raw.mla_use_output_gate:
-        raise ModelError("mla_use_output_gate true is not supported: only attention without gates is")
     if raw.num_key_value_heads not in (None, raw.num_attention_heads):
         raise ModelError(
             f"num_key_value_heads {raw.num_key_value_heads} is not supported; num_attention_heads, "
@@ -135,7 +142,8 @@ def _refuse_unsupported(raw: _RawKimi) -> None:
     )
 
 
-def _latent(raw: _RawKimi) -> LatentConfig:
+def latent_of(raw: RawSizes, *, interleaved: bool, gates: Literal["heads"] | None = None) -> LatentConfig:
+    """How its other layers attend. Raises ModelError for sizes that there cannot be."""
     sizes = ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     require_positive(**{key: value for key in sizes if (value := getattr(raw, key)) is not None})
     if raw.qk_rope_head_dim % 2:
@@ -146,8 +154,18 @@ def _latent(raw: _RawKimi) -> LatentConfig:
         nope_dim=raw.qk_nope_head_dim,
         rope_dim=raw.qk_rope_head_dim,
         value_dim=raw.qk_nope_head_dim if raw.v_head_dim is None else raw.v_head_dim,
-        interleaved=False,
+        interleaved=interleaved,
+        gates=gates,
     )
+
+
+def _refuse_unsupported(raw: _RawKimi) -> None:
+    if raw.attention_bias:
+        raise ModelError("attention_bias true is not supported")
+    if not raw.mla_use_nope:
+        raise ModelError("mla_use_nope false is not supported: only attention without positions is")
+    if raw.mla_use_output_gate:
+        raise ModelError("mla_use_output_gate true is not supported: only attention without gates is")
 
 
 def _delta(raw: _RawKimi) -> DeltaConfig:
