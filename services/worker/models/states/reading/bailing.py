@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from services.worker.models.config import DeltaConfig, LayerConfig, Mixture, ModelConfig, ModelError
 from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.hf_rope import RawRope, read_ropes
-from services.worker.models.states.reading.kimi import RawSizes, check_sizes, latent_of
+from services.worker.models.states.reading.kimi import RawDeltaHybrid, check_sizes, latent_of
 from services.worker.models.states.reading.model import (
     layer_kinds,
     model_with_states,
@@ -51,7 +51,7 @@ _LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 """For each layer, what its experts' products are limited to; 0 and none: they are not."""
 
 
-class _RawLing3(RawSizes, kw_only=True):
+class _RawLing3(RawDeltaHybrid, kw_only=True):
     """Defaults are those of `transformers`."""
 
     vocab_size: int = 157184
@@ -76,22 +76,10 @@ class _RawLing3(RawSizes, kw_only=True):
     kda_safe_gate: bool = True
     kda_lower_bound: float | None = -5.0
     layer_group_size: int = 6
-    layer_types: list[str] | None = None
-    mlp_layer_types: list[str] | None = None
     first_k_dense_replace: int = 2
-    num_experts: int | None = None
-    num_local_experts: int | None = None
-    num_experts_per_token: int | None = None
-    num_experts_per_tok: int | None = None
-    num_shared_experts: int | None = None
-    n_shared_experts: int | None = None
-    num_expert_group: int | None = None
-    n_group: int | None = None
     topk_group: int = 4
     moe_intermediate_size: int = 768
     moe_shared_expert_intermediate_size: int | None = None
-    moe_renormalize: bool | None = None
-    norm_topk_prob: bool | None = None
     routed_scaling_factor: float = 2.5
 
 

@@ -39,8 +39,8 @@ class _RawLinear(Struct, kw_only=True):
     short_conv_kernel_size: int | None = None
 
 
-class RawSizes(Struct, kw_only=True):
-    """Keys of models whose layers are Kimi Delta Attention or latent attention."""
+class RawDeltaHybrid(Struct, kw_only=True):
+    """Keys of models whose layers are Kimi Delta Attention or latent attention; some have two names."""
 
     vocab_size: int
     hidden_size: int
@@ -56,9 +56,21 @@ class RawSizes(Struct, kw_only=True):
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     v_head_dim: int | None = 128
+    layer_types: list[str] | None = None
+    mlp_layer_types: list[str] | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    num_experts_per_token: int | None = None
+    num_experts_per_tok: int | None = None
+    num_shared_experts: int | None = None
+    n_shared_experts: int | None = None
+    num_expert_group: int | None = None
+    n_group: int | None = None
+    moe_renormalize: bool | None = None
+    norm_topk_prob: bool | None = None
 
 
-class _RawKimi(RawSizes, kw_only=True):
+class _RawKimi(RawDeltaHybrid, kw_only=True):
     """Defaults are those of `transformers`, which has two names of some keys."""
 
     vocab_size: int = 163840
@@ -78,23 +90,11 @@ class _RawKimi(RawSizes, kw_only=True):
     linear_head_dim: int = 128
     linear_num_heads: int = 32
     linear_conv_kernel_dim: int = 4
-    layer_types: list[str] | None = None
-    mlp_layer_types: list[str] | None = None
     first_k_dense_replace: int = 1
     moe_layer_freq: int = 1
-    num_experts: int | None = None
-    num_local_experts: int | None = None
-    num_experts_per_token: int | None = None
-    num_experts_per_tok: int | None = None
-    num_shared_experts: int | None = None
-    n_shared_experts: int | None = None
-    num_expert_group: int | None = None
-    n_group: int | None = None
     topk_group: int = 1
     use_grouped_topk: bool = True
     moe_intermediate_size: int = 1024
-    moe_renormalize: bool | None = None
-    norm_topk_prob: bool | None = None
     moe_router_activation_func: str = "sigmoid"
     routed_scaling_factor: float = 2.446
 
@@ -125,7 +125,7 @@ def kimi_model_config(
     )
 
 
-def check_sizes(raw: RawSizes) -> None:
+def check_sizes(raw: RawDeltaHybrid) -> None:
     """Raises ModelError for what such a model cannot have."""
     if raw.hidden_act not in ("silu", "swish"):
         raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
@@ -142,7 +142,7 @@ def check_sizes(raw: RawSizes) -> None:
     )
 
 
-def latent_of(raw: RawSizes, *, interleaved: bool, gates: Literal["heads"] | None = None) -> LatentConfig:
+def latent_of(raw: RawDeltaHybrid, *, interleaved: bool, gates: Literal["heads"] | None = None) -> LatentConfig:
     """How its other layers attend. Raises ModelError for sizes that there cannot be."""
     sizes = ("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     require_positive(**{key: value for key in sizes if (value := getattr(raw, key)) is not None})
