@@ -10,6 +10,7 @@ ARGS   ?=
 TORCH  ?= auto
 LOOK   ?=
 MYPY_WORKERS ?= auto
+MYPY_CACHE ?= .mypy_cache
 FOR    ?= 3.12
 OUT    ?= .wheels
 THERE  ?=
@@ -105,7 +106,7 @@ lint: $(DEV) ## ruff, mypy, import-linter
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	@# On a busy machine its processes may begin later than the 3 s that it gives them: it ends with 2 then.
-	$(BIN)/mypy --num-workers $(MYPY_WORKERS) || { [ $$? = 2 ] && $(BIN)/mypy; }
+	$(BIN)/mypy --cache-dir $(MYPY_CACHE) --num-workers $(MYPY_WORKERS) || { [ $$? = 2 ] && $(BIN)/mypy --cache-dir $(MYPY_CACHE); }
 	$(BIN)/lint-imports
 
 fmt: $(DEV) ## formats and fixes what can be fixed
