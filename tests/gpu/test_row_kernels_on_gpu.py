@@ -18,7 +18,8 @@ from services.worker.kv.transfers import Transfers
 from services.worker.ops.torch_ops import TorchOps
 from services.worker.ops.triton.rotary import rope_and_store
 from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
-from services.worker.sampling.masks import apply_mask, apply_mask_by_kernel, mask_words
+from services.worker.sampling.masks import apply_mask, apply_mask_by_kernel
+from services.worker.sampling.token_bits import mask_words
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 from tests.support.kv.ranks import BLOCKS, make_arena, make_layout, reserve, transfer
 

@@ -12,7 +12,7 @@ from services.worker.guided.matcher import TokenPieces
 from services.worker.guided.schema.keywords import GrammarRefused
 from services.worker.guided.vocabulary import TokenBytes, never_second, token_bytes
 from services.worker.guided.xgrammar_backend import XGrammarBackend
-from services.worker.sampling.masks import mask_bits
+from services.worker.sampling.token_bits import mask_bits
 from shared.messages.generation import Grammar
 
 _BACKENDS: dict[GrammarBackendName, tuple[type[XGrammarBackend | LLGuidanceBackend], ...]] = {

@@ -41,7 +41,7 @@ from services.worker.guided.protocol import (
     Tried,
 )
 from services.worker.guided.schema.keywords import GrammarRefused
-from services.worker.sampling.masks import mask_words
+from services.worker.sampling.token_bits import mask_words
 from shared.messages.generation import Grammar
 from shared.packing import unpack
 

@@ -13,7 +13,7 @@ import numpy as np
 from services.worker.guided.automaton import AutomatonFailed, Bits
 from services.worker.guided.schema.keywords import GrammarRefused, refuse
 from services.worker.guided.vocabulary import TokenBytes, choices_of, parsed_json
-from services.worker.sampling.masks import mask_bits, mask_words
+from services.worker.sampling.token_bits import mask_bits, mask_words
 from shared.messages.generation import Grammar
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from services.worker.guided.automaton import Automaton, Bits, CompiledGrammar
-from services.worker.sampling.masks import mask_bits
+from services.worker.sampling.token_bits import mask_bits
 
 Stage = Literal["free", "binding", "ending", "ended"]
 """free: the text behind which the grammar binds has not come. ending: only stop tokens may follow. ended: one did."""

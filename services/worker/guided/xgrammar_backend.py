@@ -1,13 +1,16 @@
 """Grammars compiled and followed by xgrammar, see `automaton.GrammarBackend`.
 
-xgrammar is imported here, and late: it brings a part of transformers, two seconds that most engines need not spend.
+xgrammar is imported here, and late, as most engines need it never; and without what it imports for others.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
+from importlib import import_module
 from threading import Lock
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,8 +30,43 @@ MAX_WHITESPACE = 16
 _THREADS = 1
 """xgrammar's own for one grammar: compiling must not take the cores from computing."""
 
+_NAMED_ONLY = ("torch", "transformers")
+"""Libraries that xgrammar imports, and of which we need nothing."""
+
 _SOURCE = re.compile(r"^\s*\[[\d:]+\] \S+?:\d+: ")
 _CHECK = re.compile(r"^Check failed: \(.*?\)(?: is false)?: ")
+
+
+class _LeftOut:
+    """Stands for what nobody uses, from whatever it is made."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+
+class _Absent(ModuleType):
+    """Stands for a library of which xgrammar only names things."""
+
+    def __getattr__(self, name: str) -> type[_LeftOut]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _LeftOut
+
+
+def _load_xgrammar() -> None:
+    """Imports it, in a process without PyTorch without that and `transformers`, which take most of the time and memory,
+    and which only functions need that are not called here. No other thread may import these meanwhile. Raises
+    ImportError."""
+    if "torch" in sys.modules or "xgrammar" in sys.modules:
+        import_module("xgrammar")
+        return
+    try:
+        sys.modules["torch"] = None  # type: ignore[assignment] # tvm_ffi goes without
+        import_module("tvm_ffi")
+        sys.modules |= {name: _Absent(name) for name in _NAMED_ONLY}
+        import_module("xgrammar")
+    finally:
+        for name in _NAMED_ONLY:
+            sys.modules.pop(name, None)
 
 
 class XGrammarBackend:
@@ -79,6 +117,7 @@ class XGrammarBackend:
 
     def _load(self, pieces: list[bytes]) -> xgrammar.GrammarCompiler:
         try:
+            _load_xgrammar()
             import xgrammar
         except ImportError:
             raise GrammarRefused("guided decoding is not installed on this engine (the package xgrammar)") from None

@@ -1,11 +1,7 @@
-"""Which tokens may be drawn at all, a bit for each: `allowed_token_ids` and grammars.
-
-The layout is xgrammar's: int32 [rows, ceil(vocab / 32)], token t is bit t % 32 of word t // 32, 1 where it is allowed.
-"""
+"""Logits of tokens that may not be drawn, by the bits of `token_bits`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.ops.transfer import to_device
-
-_WORD = 32
+from services.worker.sampling.token_bits import WORD
 
 
 class TokenMask(NamedTuple):
@@ -30,19 +25,6 @@ class TokenMask(NamedTuple):
         """The mask of the batch's rows from `first` up to `last`, which count from 0 then."""
         begin, end = np.searchsorted(self.rows, (first, last))
         return TokenMask(self.rows[begin:end] - first, self.bits[begin:end])
-
-
-def mask_words(vocab_size: int) -> int:
-    """int32 words of one row's bits."""
-    return -(-vocab_size // _WORD)
-
-
-def mask_bits(tokens: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    """[words] a row that allows `tokens`; those outside the vocabulary are left out."""
-    allowed = np.zeros(mask_words(vocab_size) * _WORD, dtype=np.uint8)
-    inside = np.array([token for token in tokens if 0 <= token < vocab_size], dtype=np.int64)
-    allowed[inside] = 1
-    return np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
 
 
 def apply_mask(logits: Tensor, bits: Tensor) -> Tensor:
@@ -61,5 +43,5 @@ def _spread(bits: Tensor) -> Tensor:
     """[P, words] → [P, words * 32], an entry for each bit."""
     if bits.device.type == "cpu":  # NumPy's is many times as fast
         return torch.from_numpy(np.unpackbits(bits.numpy().view(np.uint8), axis=1, bitorder="little"))
-    places = torch.arange(_WORD, dtype=torch.int32, device=bits.device)
+    places = torch.arange(WORD, dtype=torch.int32, device=bits.device)
     return ((bits.unsqueeze(2) >> places) & 1).view(len(bits), -1)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.worker.sampling.history import BadWords
-from services.worker.sampling.masks import TokenMask, mask_bits, mask_words
+from services.worker.sampling.masks import TokenMask
 from services.worker.sampling.random_numbers import RejectedDrafts, race_keys
+from services.worker.sampling.token_bits import mask_bits, mask_words
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from services.worker.guided.compiler import GrammarCompiler
 from services.worker.guided.limits import GrammarBackendName
 from services.worker.guided.matcher import GrammarMatcher, make_matcher
-from services.worker.sampling.masks import mask_words
+from services.worker.sampling.token_bits import mask_words
 from shared.messages.generation import Grammar
 from tests.support.models.tiny_tokenizers import byte_level, write_model
 from tests.support.paths import DATA

@@ -18,7 +18,8 @@ from services.worker.measure.roofline.kernel_traffic import (
 from services.worker.measure.roofline.measured_rank import fill_with_noise
 from services.worker.measure.roofline.wire import KernelWork
 from services.worker.ops.drafts import DraftAttempt
-from services.worker.sampling.masks import apply_mask, mask_words
+from services.worker.sampling.masks import apply_mask
+from services.worker.sampling.token_bits import mask_words
 
 if TYPE_CHECKING:
     from services.worker.ops.triton.kv_blocks import BlockCaches

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -182,6 +183,16 @@ def processes_of_this() -> list[psutil.Process]:
             if "fork_server" in " ".join(child.cmdline()):
                 found.append(child)
     return found
+
+
+def test_servers_do_without_pytorch(library: GrammarLibrary) -> None:
+    """Which xgrammar would import, with `transformers`: most of the time and the memory that a server took."""
+    compile_now(library, DIGITS)
+    files = [{Path(each.path).name for each in process.memory_maps()} for process in processes_of_this()]
+    assert files
+    for names in files:
+        assert {name for name in names if "xgrammar" in name}
+        assert not {name for name in names if "torch" in name}
 
 
 def test_a_process_that_is_killed_loses_its_sequences_and_nobody_elses(guided: Guided) -> None:

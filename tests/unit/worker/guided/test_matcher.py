@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from services.worker.guided.compiler import GrammarCompiler
 from services.worker.guided.matcher import GrammarMatcher, MatcherBroken, allows, make_matcher
 from services.worker.guided.schema.keywords import GrammarRefused
-from services.worker.sampling.masks import mask_words
+from services.worker.sampling.token_bits import mask_words
 from shared.messages.generation import Grammar
 from shared.models.structural_tags import as_format, perhaps_behind_thoughts, tagged
 from tests.support.models.tiny_tokenizers import (

@@ -16,9 +16,10 @@ from torch import Tensor
 from services.worker.sampling import logits_processors as processing
 from services.worker.sampling.logits_processors import process_logits
 from services.worker.sampling.logprobs import prompt_logprobs
-from services.worker.sampling.masks import TokenMask, apply_mask, mask_bits, mask_words
+from services.worker.sampling.masks import TokenMask, apply_mask
 from services.worker.sampling.parameters import PaddedLists, ParameterTable
 from services.worker.sampling.sampler import sample
+from services.worker.sampling.token_bits import mask_bits, mask_words
 from shared.ids import SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence

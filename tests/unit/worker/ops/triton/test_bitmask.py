@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from services.worker.sampling.masks import apply_mask, apply_mask_by_kernel, mask_words
+from services.worker.sampling.masks import apply_mask, apply_mask_by_kernel
+from services.worker.sampling.token_bits import mask_words
 from tests.support.kernels.kernel_device import DEVICE
 
 
