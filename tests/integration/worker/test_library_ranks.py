@@ -22,11 +22,11 @@ from tests.support.models.library_models import library_model
 from tests.support.models.mxfp4 import mxfp4_model
 from tests.support.models.quantised_files import quantise
 from tests.support.models.rounded_models import SIZES, rounded
-from tests.support.worker.library_situations import LENGTHS, OUTPUT, prompt
+from tests.support.worker.library_situations import FEW_LENGTHS, OUTPUT, prompt
 from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, rank_processes
 from tests.support.worker.tiny_backend import tiny_backend
 
-PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+PROMPTS = [prompt(length, seed) for seed, length in enumerate(FEW_LENGTHS)]
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from tests.integration.worker.test_hybrid_kv_cache import LIMITS as HYBRID
 from tests.integration.worker.test_hybrid_kv_cache import agrees
 from tests.support.models.embedded_prompts import greedy_of_rows, prompt_embeds, random_rows
 from tests.support.models.library_models import ARCHITECTURES, ONE_STAGE, library_model
-from tests.support.worker.library_situations import LENGTHS, OUTPUT, prompt
+from tests.support.worker.library_situations import FEW_LENGTHS, OUTPUT, prompt
 from tests.support.worker.rank_processes import RankProcesses, rank_processes
 
-PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+PROMPTS = [prompt(length, seed) for seed, length in enumerate(FEW_LENGTHS)]
 LIMITS = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
 
 

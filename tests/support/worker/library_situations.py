@@ -11,6 +11,8 @@ from tests.support.worker.plan_driver import Driver
 OUTPUT = 6
 LENGTHS = (1, 2, 7, 16, 17, 25, 33, 48, 71)
 """Of prompts, from a single token to several blocks, windows crossed and block edges hit."""
+FEW_LENGTHS = (1, 16, 33, 71)
+"""Of those, for what several ranks do with rows of one step: a token, a whole block, and prompts that steps cut."""
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
