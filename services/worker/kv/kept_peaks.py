@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -54,8 +55,9 @@ def key_of(parts: tuple[object, ...]) -> str:
     return sha256(repr((_code(), libraries, tuple(map(str, parts)))).encode()).hexdigest()[:32]
 
 
+@cache
 def _code() -> list[tuple[str, int, int]]:
-    """Changes with every change of the worker's own code."""
+    """Changes with every change of the worker's own code: what it is where this process first asks."""
     found = []
     for path in sorted(each for each in _CODE.rglob("*") if each.suffix in (".py", ".cpp", ".h")):
         is_now = path.stat()
