@@ -34,6 +34,8 @@ _LOADED_WHOLE = ("lighton_ocr",)
 """By `model_type`, those of which the library finds no tensors but with their head."""
 _COUNT_FRAMES = ("glm4v", "glm4v_moe", "glm46v")
 """By `model_type`, those whose bounds are of all frames that a patch is deep, though an image is the same in each."""
+_ONE_AXIS = ("lfm3_vl", "video_llama_3")
+"""By `model_type`, those whose tokens of images have positions as those of texts, though their patches lie in grids."""
 _SCALE = "_scale"
 """What the name of a tensor ends with, or nearly so, that belongs to quantised weights."""
 _log = logging.getLogger(__name__)
@@ -87,12 +89,12 @@ class ImageTower:
         self._max_rows = MAX_MEDIA_BYTES // (self.size * EMBEDDING_BYTES[self.dtype])
         self._merged: int = getattr(self._processor, "merge_size", 1)
         """Patches that a row is made of, on each side; of models whose images have one size 1."""
-        self._has_axes = hasattr(self._processor, "temporal_patch_size") and config.model_type != "lfm3_vl"
+        self._has_axes = hasattr(self._processor, "temporal_patch_size") and config.model_type not in _ONE_AXIS
         """Whether positions of rows have three axes."""
         self._frames: FramePatches | SquareFrames | SoftFrames | None
         given = (self._folder, config, self._processor, self._max_rows)
         self._frames = SquareFrames.of_model(*given) or SoftFrames.of_model(*given)
-        if self._merged > 1:
+        if hasattr(self._processor, "merge_size"):
             self._frames = FramePatches.of_model(self._folder, self._processor, self._max_rows, max_pixels)
             counted = self._processor.temporal_patch_size if config.model_type in _COUNT_FRAMES else 1
             self._processor.size = self._bounded_size(max_pixels, counted)
@@ -155,7 +157,7 @@ class ImageTower:
         image, and where a patch has one, each is a video."""
         prepared = image.inputs
         pixels = next(name for name in prepared if name.startswith("pixel_values"))
-        for name in (pixels, "high_res_pixel_values"):
+        for name in (pixels, "high_res_pixel_values", "pixel_values_local"):
             if name in prepared:
                 prepared[name] = prepared[name].to(DTYPES[self.dtype])
         encode = self._model.get_image_features if pixels == "pixel_values" else self._model.get_video_features

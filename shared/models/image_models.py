@@ -19,6 +19,7 @@ GLM4V, GLM4V_MOE = "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGener
 GLM46V = "Glm46VForConditionalGeneration"
 GLM_OCR, PADDLE_OCR = "GlmOcrForConditionalGeneration", "PaddleOCRVLForConditionalGeneration"
 LIGHTON_OCR, QIANFAN_OCR = "LightOnOcrForConditionalGeneration", "QianfanOCRForConditionalGeneration"
+DEEPSEEK_OCR2, VIDEO_LLAMA3 = "DeepseekOcr2ForConditionalGeneration", "VideoLlama3ForConditionalGeneration"
 MINICPM_V = "MiniCPMV4_6ForConditionalGeneration"
 LLAMA4 = "Llama4ForConditionalGeneration"
 GEMMA4 = "Gemma4ForConditionalGeneration"
@@ -74,6 +75,8 @@ IMAGE_ARCHITECTURES = (
     PADDLE_OCR,
     LIGHTON_OCR,
     QIANFAN_OCR,
+    DEEPSEEK_OCR2,
+    VIDEO_LLAMA3,
     MINICPM_V,
     *QWEN_OMNI,
     QWEN2_AUDIO,
@@ -98,6 +101,8 @@ _TOKENS = {
     PADDLE_OCR: 100_295,
     LIGHTON_OCR: 151_655,
     QIANFAN_OCR: 151_667,
+    DEEPSEEK_OCR2: 128_815,
+    VIDEO_LLAMA3: 151_655,
     **dict.fromkeys(QWEN_OMNI, 151_655),
 }
 """Of an image, as `transformers` has it where a configuration does not say."""

@@ -213,6 +213,23 @@ class MiniCpmText:
         return f"<image>{whole}</image>" + "\n".join(written)
 
 
+class DeepseekOcrText:
+    """DeepSeek-OCR 2's: the rows of each tile, those of the whole image, and one that stands behind them."""
+
+    settings: Mapping[str, Any] = {"crop_to_patches": True, "min_patches": 2, "max_patches": 6}
+
+    def __init__(self, config: Any, name_of: NameOf) -> None:
+        pass
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        return (int(made["num_local_patches"][0]) * _QUERIES_OF_A_TILE + _QUERIES_OF_THE_WHOLE + 1) * token
+
+
+_QUERIES_OF_A_TILE, _QUERIES_OF_THE_WHOLE = 12**2, 16**2
+"""DeepSeek-OCR 2's tower has so many, whatever its configuration says."""
+
+
 def _rows_of_a_tile(config: Any) -> int:
     tower = config.vision_config
     return int((tower.image_size // tower.patch_size // config.downsample_factor) ** 2)
@@ -232,5 +249,6 @@ TEXTS: dict[str, Callable[[Any, NameOf], ImageText]] = {
     "ovis2": OvisText,
     "lfm2_vl": LfmText,
     "minicpmv4_6": MiniCpmText,
+    "deepseek_ocr2": DeepseekOcrText,
 }
 """By `model_type` of the model, or else of the tower. Others have nothing but rows for an image."""

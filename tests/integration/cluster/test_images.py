@@ -371,8 +371,9 @@ async def test_images_of_further_kinds_are_handed_over(
 
 @pytest.mark.features("prompt embeds", "images", "prefill/decode", "tensor parallel", "prefix cache")
 async def test_images_with_text_among_their_rows_are_handed_over(tmp_path: Path) -> None:
-    """Mistral 3's, of any size: beside a text, and from a shared prefix."""
-    model, settings = make_pixtral_model(tmp_path / "model"), ["coordinator.disaggregate_tokens=16"]
+    """Mistral Small 4's, of any size, before latents: beside a text, and from a shared prefix."""
+    model = make_pixtral_model(tmp_path / "model", "mistral4", seed=1)
+    settings = ["coordinator.disaggregate_tokens=16"]
     more = (f"--served-model-name={NAME}",)
     flat, tall = picture(0, (150, 40)), picture(1, (60, 300))
     chats = [user(flat, "Compare it with", tall), user(tall, "What?"), {"role": "user", "content": "A question."}]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.support.models.tiny_cohere_vision import make_cohere_model
+from tests.support.models.tiny_deepseek_ocr import make_deepseek_ocr_model
 from tests.support.models.tiny_deepseek_vl import make_deepseek_model
 from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_kimi_vision import make_kimi_model
@@ -13,6 +14,8 @@ from tests.support.models.tiny_lfm_vl import make_lfm3_model, make_lfm_model
 from tests.support.models.tiny_minicpm_v import make_minicpm_model
 from tests.support.models.tiny_ocr import make_ocr_model
 from tests.support.models.tiny_ovis import make_ovis_model
+from tests.support.models.tiny_pixtral import make_pixtral_model
+from tests.support.models.tiny_video_llama import make_video_llama_model
 
 IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
     "aya": partial(make_cohere_model, kind="aya"),
@@ -24,5 +27,8 @@ IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
     "lfm2": make_lfm_model,
     "lfm3": make_lfm3_model,
     "minicpm": make_minicpm_model,
+    "video-llama3": make_video_llama_model,
+    "deepseek-ocr2": make_deepseek_ocr_model,
+    "mistral4": partial(make_pixtral_model, kind="mistral4", seed=1),
     **{kind: partial(make_ocr_model, kind=kind) for kind in ("glm-ocr", "paddle-ocr", "lighton-ocr", "qianfan-ocr")},
 }

@@ -14,6 +14,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Mistral4Config,
     MistralConfig,
     PixtralImageProcessorPil,
     PixtralVisionConfig,
@@ -23,7 +24,7 @@ from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_towers import TEXT, tower
 from tests.support.paths import DEMO_MODEL
 
-PixtralKind = Literal["mistral3", "llava"]
+PixtralKind = Literal["mistral3", "mistral4", "llava"]
 PATCH, MAX_SIDE = 14, 280
 IMAGE, BREAK, END = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
 
@@ -38,6 +39,32 @@ TEMPLATE = (
 
 _TEXT = {**TEXT, "head_dim": 24, "sliding_window": None}
 _TOWER = tower(MAX_SIDE, PATCH, head_dim=16)
+_MISTRAL4: dict[str, Any] = {
+    **{key: TEXT[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 30.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
 
 
 def library_processor() -> Any:
@@ -53,17 +80,18 @@ def make_pixtral_model(folder: Path, kind: PixtralKind = "mistral3", seed: int =
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE, BREAK, END, "[INST]", "[/INST]"]})
     tokenizer.chat_template = TEMPLATE
-    merged = 2 if kind == "mistral3" else 1
+    merged = 1 if kind == "llava" else 2
+    texts: Any = Mistral4Config if kind == "mistral4" else MistralConfig
     parts: dict[str, Any] = {
         "vision_config": PixtralVisionConfig(**_TOWER),
-        "text_config": MistralConfig(vocab_size=len(tokenizer), **_TEXT),
+        "text_config": texts(vocab_size=len(tokenizer), **(_MISTRAL4 if kind == "mistral4" else _TEXT)),
         "image_token_index": tokenizer.convert_tokens_to_ids(IMAGE),
         "vision_feature_layer": -1,
         "tie_word_embeddings": False,
     }
     torch.manual_seed(seed)
     reference: Any
-    if kind == "mistral3":
+    if kind != "llava":
         reference = Mistral3ForConditionalGeneration(Mistral3Config(spatial_merge_size=merged, **parts))
     else:
         reference = LlavaForConditionalGeneration(LlavaConfig(vision_feature_select_strategy="full", **parts))

@@ -50,6 +50,13 @@ class IndexConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.dim * (1 if self.pool == 1 else 2)
 
 
+class PositionSteps(Struct, frozen=True):
+    """What queries are multiplied by at a position p: 1 + beta · ln(1 + ⌊p / length⌋), as Mistral Small 4's are."""
+
+    beta: float
+    length: int
+
+
 class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads are made of one latent
     of each token, and of one rotated key that all heads share. These two are what is cached."""
@@ -80,6 +87,8 @@ class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     by_position: bool = False
     """A head's queries are multiplied by a number that grows with the logarithm of the position, by two numbers of the
     head."""
+    steps: PositionSteps | None = None
+    """By what the queries of all heads grow with the position; None: they do not."""
     learned_frequencies: bool = False
     """The checkpoint has the logarithm of what each frequency of the rotation is multiplied by."""
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from services.worker.models.hf_layers.tied_heads import TIED, HasHead, tied_head, without_tensors, without_ties
 from shared.models.image_models import (
+    DEEPSEEK_OCR2,
     GEMMA,
     GLM_5_NEXT,
     KIMI_K2_5,
@@ -22,6 +23,7 @@ from shared.models.image_models import (
     MISTRAL_LARGE_4,
     OVIS2,
     QIANFAN_OCR,
+    VIDEO_LLAMA3,
 )
 
 LANGUAGE_MODELS = {
@@ -33,12 +35,14 @@ LANGUAGE_MODELS = {
 """The language models that are read in LLaVA, LLaVA-NeXT and those that have tiles, by `model_type`."""
 _OWN_MODELS = {
     GEMMA: {"gemma3_text": "Gemma3ForCausalLM"},
-    MISTRAL3: {"mistral": "MistralForCausalLM"},
+    MISTRAL3: {"mistral": "MistralForCausalLM", "mistral4": "Mistral4ForCausalLM"},
     LLAVA_ONEVISION: {"qwen2": "Qwen2ForCausalLM"},
     OVIS2: {"qwen2": "Qwen2ForCausalLM"},
     MINICPM_V: {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     LIGHTON_OCR: {"qwen3": "Qwen3ForCausalLM"},
     QIANFAN_OCR: {"qwen3": "Qwen3ForCausalLM"},
+    DEEPSEEK_OCR2: {"deepseek_ocr2_text": "DeepseekForCausalLM"},
+    VIDEO_LLAMA3: {"qwen2": "Qwen2ForCausalLM"},
     **{each: {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"} for each in KIMI_K2_5},
     MISTRAL_LARGE_4: {"mistral_large4_text": "MistralLarge4ForCausalLM"},
     GLM_5_NEXT: {"glm5_next_text": "Glm5NextForCausalLM"},
@@ -83,6 +87,17 @@ LANGUAGE_MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
         "max_position_embeddings": 32768,
+    },
+    "deepseek_ocr2_text": {
+        "vocab_size": 102400,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
     },
     "gemma3_text": {
         "vocab_size": 262208,

@@ -34,11 +34,15 @@ class _RawDeepSeek(_RawMixture, kw_only=True):
     n_shared_experts: int = 0
     moe_layer_freq: Literal[1] = 1
     scoring_func: Literal["softmax"] = "softmax"
+    topk_method: Literal["greedy"] = "greedy"
+    routed_scaling_factor: float = 1.0
+    mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
     attention_bias: bool = False
 
 
 def deepseek(raw: _Keys) -> Published:
-    """The first DeepSeek-MoE: a Llama but for its experts. Raises ModelError, and msgspec.ValidationError."""
+    """The first DeepSeek-MoE, and DeepSeek-OCR 2's language model: a Llama but for its experts. Raises ModelError, and
+    msgspec.ValidationError."""
     own = _converted(raw, _RawDeepSeek)
     mixture = Mixture(
         experts=own.n_routed_experts,
@@ -47,8 +51,16 @@ def deepseek(raw: _Keys) -> Published:
         renormalised=own.norm_topk_prob,
         shared_size=own.n_shared_experts * own.moe_intermediate_size or None,
         shared_gated=False,
+        scale=own.routed_scaling_factor,
     )
-    return _published(dict(raw), own, mixture, {})
+    if (kinds := own.mlp_layer_types) is None:
+        return _published(dict(raw), own, mixture, {})
+    if len(kinds) != own.num_hidden_layers:
+        raise ModelError(f"mlp_layer_types names {len(kinds)} layers, num_hidden_layers {own.num_hidden_layers}")
+    dense = kinds.count("dense")
+    if "dense" in kinds[dense:]:
+        raise ModelError(f"mlp_layer_types {kinds} is not supported: layers with an MLP come first")
+    return _published(dict(raw), replace(own, first_k_dense_replace=dense), mixture, {})
 
 
 class _RawBailing(_RawMixture, kw_only=True):

@@ -1,9 +1,10 @@
-"""What configs say of MiniMax-M3, HY4, Mistral Large 4 and GLM-5-Next, as published files have it and as
-transformers 5 does."""
+"""What configs say of MiniMax-M3, HY4, Mistral Large 4, Mistral Small 4, DeepSeek-OCR 2 and GLM-5-Next, as published
+files have it and as transformers 5 does."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 from transformers import Glm5NextTextConfig
 
 from services.worker.backend import BackendError
-from services.worker.models.config import DeltaConfig, HyperConnections, Mixture
+from services.worker.models.config import DeltaConfig, HyperConnections, Mixture, ModelError
 from services.worker.models.hf_config import is_native, read_model_config
+from services.worker.models.hf_layers.latent import PositionSteps
 from services.worker.models.published import glm_next, hunyuan, minimax, mistral_large
 from services.worker.sim.shape import read_shape
 from tests.support.models.config_files import assert_refused, read, write
@@ -33,6 +35,7 @@ M3: dict[str, Any] = {
 """With the keys of published files; sizes are the defaults."""
 HY4: dict[str, Any] = {"architectures": ["HYV4ForCausalLM"]}
 LARGE: dict[str, Any] = {"architectures": ["MistralLarge4ForCausalLM"]}
+SMALL: dict[str, Any] = {"architectures": ["Mistral4ForCausalLM"]}
 NEXT: dict[str, Any] = {"architectures": ["Glm5NextForCausalLM"]}
 """The language models within; sizes are the defaults."""
 
@@ -200,6 +203,58 @@ def test_mistral_large_is_a_glm_5_that_shares_latents(tmp_path: Path) -> None:
     )
     assert (config.logits_softcap, config.max_positions, config.attention_scale) == (30.0, 1_048_576, 128**-0.5)
     assert [layer.mixes for layer in config.layers] == [False] + [True] * 71
+
+
+def test_mistral_small_is_a_deepseek_v3_whose_queries_grow(tmp_path: Path) -> None:
+    config = read(tmp_path, SMALL)
+    assert is_native(tmp_path)
+    latent, mixture = config.latent, config.mixture
+    assert latent is not None
+    assert (latent.q_rank, latent.kv_rank, latent.query_dim, latent.interleaved) == (1024, 256, 128, True)
+    assert latent.steps == PositionSteps(beta=0.1, length=8192)
+    assert mixture == Mixture(
+        experts=128, chosen=4, intermediate_size=2048, renormalised=True, shared_size=2048, shared_gated=False
+    )
+    assert [layer.mixes for layer in config.layers] == [True] * 36
+    assert (config.max_positions, config.eos_token_ids) == (1_048_576, (2,))
+    assert config.attention_scale == pytest.approx(128**-0.5 * (0.1 * math.log(128) + 1) ** 2)
+    without = read(tmp_path, SMALL, q_lora_rank=None).latent
+    assert without is not None
+    assert without.q_rank is None
+
+
+@pytest.mark.parametrize(
+    ("different", "message"),
+    [
+        ({"n_group": 2}, "n_group 2 is not supported; 1 is"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "llama_4_scaling_beta None and original"),
+        (
+            {"rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings 0 are not supported",
+        ),
+    ],
+)
+def test_what_mistral_small_cannot_be_is_refused(tmp_path: Path, different: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, SMALL, **different)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (["dense", "sparse"], "names 2 layers, num_hidden_layers 3"),
+        (["sparse", "dense", "sparse"], "layers with an MLP come first"),
+        (["dense", "linear", "sparse"], "'linear'"),
+    ],
+)
+def test_deepseek_ocr_names_its_layers_with_experts(tmp_path: Path, kinds: list[str], message: str) -> None:
+    text = {"model_type": "deepseek_ocr2_text", "num_hidden_layers": 3, "num_experts_per_tok": 6}
+    whole = {"architectures": ["DeepseekOcr2ForConditionalGeneration"], "dtype": "bfloat16"}
+    config = read(tmp_path, whole, text_config={**text, "mlp_layer_types": ["dense", "sparse", "sparse"]})
+    assert [layer.mixes for layer in config.layers] == [False, True, True]
+    assert (config.vocab_size, config.hidden_size, config.num_kv_heads) == (102_400, 4096, 32)
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, whole, text_config={**text, "mlp_layer_types": kinds})
 
 
 def test_glm_next_is_a_ling_3_in_streams_that_chooses_pools(tmp_path: Path) -> None:
