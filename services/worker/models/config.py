@@ -14,6 +14,7 @@ from services.worker.models.hf_layers.compressed import Compression as Compressi
 from services.worker.models.hf_layers.compressed import HyperConnections as HyperConnections
 from services.worker.models.hf_layers.convolution import ConvolutionConfig as ConvolutionConfig
 from services.worker.models.hf_layers.delta import DeltaConfig as DeltaConfig
+from services.worker.models.hf_layers.latent import BlockIndexConfig as BlockIndexConfig
 from services.worker.models.hf_layers.latent import LatentConfig as LatentConfig
 from services.worker.models.hf_layers.lightning import LightningConfig as LightningConfig
 from services.worker.models.hf_layers.mamba import MambaConfig as MambaConfig
@@ -162,6 +163,8 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """What comes in is normed first, by the norm behind all layers, and goes on so."""
     kv_heads: int | None = None
     """Key/value heads of the checkpoint, where each is cached several times; None: as many as the model's."""
+    chooses: bool = False
+    """The model's indexer chooses which blocks of keys its tokens attend to."""
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -202,6 +205,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     mixture: Mixture | None = None
     latent: LatentConfig | None = None
     """Attention is of this kind; None: of the usual one."""
+    block_index: BlockIndexConfig | None = None
+    """The indexer of layers that choose; None: there are none."""
     states: StateConfig | None = None
     """The mixer of layers that have one with states in place of attention; None: there are none."""
     gated_attention: bool = False
@@ -337,6 +342,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         attention = self._attending_parameters(layers, len(layers) - states) + mixers
         attention += sum(each.parameters(self.hidden_size) for layer in layers for each in layer.following)
         attention -= sum(self._repeated_parameters(layer) for layer in layers)
+        if self.block_index is not None:
+            attention += sum(layer.chooses for layer in layers) * self.block_index.parameters(self.hidden_size)
         mixing = sum(layer.mixes for layer in layers)
         columns = sum(layer.has_mlp and not layer.mixes for layer in layers) * self.intermediate_size
         outputs = 0

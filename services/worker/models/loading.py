@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from services.worker.models.block_index.loading import read_block_index
 from services.worker.models.checkpoint import TensorSource, read_exactly
 from services.worker.models.compressed.loading import CompressedLoader, StreamsLoader
 from services.worker.models.config import (
@@ -40,6 +41,7 @@ from services.worker.models.states.gated_attention import read_gated_inputs, rea
 from services.worker.models.states.layer_mixers import read_state_mixer
 from services.worker.models.states.multipliers import Scales, mixer_scales, mlp_scales
 from services.worker.models.weights import (
+    BlockIndexWeights,
     DecoderWeights,
     DenseMlp,
     FollowingWeights,
@@ -244,6 +246,7 @@ class _Loader:
             scales=self._on_device(mixer_scales(config, self._share, has_state=layer.has_state)),
             residual=layer.residual,
             compressed=mixer.compressed,
+            block_index=mixer.block_index,
             streams=None if (streams := self._streams()) is None else streams.of_layer(name),
             skips=layer.skips,
             following=tuple(map(self._following, layer.following)),
@@ -291,7 +294,14 @@ class _Loader:
             slopes=alibi_slopes(config.num_heads)[slice(*self._share.heads)].to(self._device) if config.alibi else None,
             row_norms=self._row_norms(name) if config.norms_all_heads else None,
             gate=self._head_gates(name) if latent is None else latent.gate(),
+            block_index=self._block_index(f"{name}.indexer") if layer.chooses else None,
         )
+
+    def _block_index(self, name: str) -> BlockIndexWeights | None:
+        index = self._config.block_index
+        if index is None or self._max_model_len <= index.longest:
+            return None
+        return read_block_index(self._matrices, self._config, index, self._share, name, self._norm)
 
     def _head_gates(self, name: str) -> PackedLinear | None:
         config = self._config

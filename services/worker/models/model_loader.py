@@ -22,7 +22,9 @@ from services.worker.models.checkpoint import (
     stored_bytes,
     takes_images,
 )
-from services.worker.models.config import Dtype, ModelConfig, ModelError
+from services.worker.models.chosen_blocks.decoder import ChosenBlocksDecoder
+from services.worker.models.chosen_blocks.limits import chosen_blocks_of
+from services.worker.models.config import BlockIndexConfig, Dtype, ModelConfig, ModelError
 from services.worker.models.context_parallel.context_decoder import ContextDecoder
 from services.worker.models.context_parallel.shared_ops import ContextRanks
 from services.worker.models.data_parallel.group_decoder import GroupDecoder
@@ -106,6 +108,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     check_streams(settings, config, stage, method)
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
+    chosen_blocks = chosen_blocks_of(settings, config, length)
     generates = plugin is not None or has_head(settings.folder)
     pooling = pooling_of(settings, config, generates=generates)
     if pooling is None and not generates:
@@ -122,7 +125,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     experts = place_experts(settings.experts, config, digest, settings.communicator, settings.group)
     decoder, classifier = _decoder(
         *(settings, config, stage, TORCH_DTYPES[dtype], length, pooling, method, plugin, experts),
-        *(digest, partial(check_fits, experts)),
+        *(digest, partial(check_fits, experts), chosen_blocks),
     )
     media = plugin is None and not settings.language_model_only
     media = media and takes_images(settings.folder, settings.load_format, settings.platform)
@@ -156,6 +159,7 @@ def _decoder(
     experts: tuple[ExpertPlacement, ...],
     digest: str,
     check_fits: Callable[[], None],
+    chosen_blocks: BlockIndexConfig | None,
 ) -> tuple[Decoder, ClassifierHead | None]:
     """With the classification head on the last stage of a classifier. `check_fits`: before weights are read."""
     expert_rank = None if settings.group is None else settings.group.place.in_group
@@ -183,7 +187,7 @@ def _decoder(
         else:
             weights = load()
         head = _head_of(settings, tensors, config, pooling) if stage.is_last else None
-    decoder = _decoder_of(settings, config, weights, share, ops, plugin)
+    decoder = _decoder_of(settings, config, weights, share, ops, plugin, chosen_blocks)
     if settings.shared_rows is not None:
         _share_rows(settings.shared_rows, decoder, settings.communicator, settings.group)
     if packer is not None:
@@ -201,12 +205,19 @@ def _decoder_of(
     share: LayerShard,
     ops: Ops,
     plugin: PluginModel | None,
+    chosen_blocks: BlockIndexConfig | None,
 ) -> Decoder:
     if settings.context_rows is not None:
         return _context_decoder(settings, settings.context_rows, config, weights, share, ops)
     parts = (config, weights, share, ops, settings.communicator)
     if plugin is not None:
         return plugin.decoder(DecoderParts(*parts, settings.pipeline))
+    if chosen_blocks is not None:
+        stages = tuple(
+            stage_of(config, each, settings.pipeline.stages, settings.layers)
+            for each in range(settings.pipeline.stages)
+        )
+        return ChosenBlocksDecoder(config, chosen_blocks, *parts[1:], settings.pipeline, stages)
     if config.connections is not None:
         streams = StreamsDecoder if config.compressed is None else CompressedDecoder
         return streams(*parts, settings.pipeline)

@@ -151,6 +151,16 @@ class IndexWeights:
     """float32 [pool, dim] of an indexer of pools, of which `inputs` has [dim] more behind the keys: see `PoolStep`."""
 
 
+class BlockIndexWeights(NamedTuple):
+    """A layer's indexer of blocks: of the heads whose key/value heads a rank has, and the whole key."""
+
+    inputs: PackedLinear
+    """[(heads + 1) * dim, hidden]: the heads' queries, then the key."""
+    q_norm: Tensor
+    k_norm: Tensor
+    """float32 [dim]"""
+
+
 @dataclass(frozen=True, slots=True)
 class CompressorWeights:
     """What makes one kind of entries of a layer's tokens, whole on every rank."""
@@ -275,6 +285,7 @@ class LayerMixer(NamedTuple):
     slopes: Tensor | None = None
     row_norms: tuple[Tensor, Tensor] | None = None
     compressed: CompressedWeights | None = None
+    block_index: BlockIndexWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +338,8 @@ class LayerWeights:
     residual: tuple[ResidualScales, ResidualScales] | None = None
     """See `LayerConfig`."""
     compressed: CompressedWeights | None = None
+    block_index: BlockIndexWeights | None = None
+    """None: the layer attends to all that it sees."""
     streams: tuple[StreamMixing, StreamMixing] | None = None
     """Hyper-connections: those around attention, and those around the MLP."""
     skips: SkipConnections | None = None

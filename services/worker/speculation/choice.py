@@ -56,7 +56,9 @@ def check_trees(
         return
     if not platform.in_main_memory:
         reason = f"trees are verified on CPUs, not on {platform}"
-    elif not isinstance(config, ModelConfig) or any((config.latent, config.states, config.connections)):
+    elif not isinstance(config, ModelConfig) or any(
+        (config.latent, config.states, config.connections, config.block_index)
+    ):
         reason = "trees are verified by models of ours that keep keys and values in all layers"
     elif given := [name for name, asked in refused.items() if asked]:
         reason = f"{given[0]} does not go with trees"

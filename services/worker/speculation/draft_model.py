@@ -75,6 +75,11 @@ def open_draft_model(settings: SpeculationSettings, target: TargetModel, most: i
         raise ModelError(f"{folder}: a model with {config.states.kind} ({config.architecture}) drafts for no other")
     if config.connections is not None:
         raise ModelError(f"{folder}: a model with several streams ({config.architecture}) drafts for no other")
+    if config.block_index is not None and target.max_model_len > config.block_index.longest:
+        raise ModelError(
+            f"{folder}: a model that chooses blocks of keys ({config.architecture}) drafts for sequences of up to "
+            f"{config.block_index.longest} tokens, the model is served with {target.max_model_len}"
+        )
     if config.max_positions < target.max_model_len:
         raise ModelError(
             f"{folder} has {config.max_positions} positions, the model is served with {target.max_model_len}"

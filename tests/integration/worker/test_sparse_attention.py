@@ -1,4 +1,4 @@
-"""Models with DeepSeek sparse attention (DeepSeek-V3.2, GLM-5, HY4, Mistral Large 4) beyond what is tested of every
+"""Models with sparse attention (DeepSeek-V3.2, GLM-5, HY4, Mistral Large 4, MiniMax-M3) beyond what is tested of every
 family: variants, what their caches take, published checkpoints, and what is refused."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.worker.models.chosen_blocks.limits import chosen_blocks_of
 from services.worker.models.config import ModelError
 from services.worker.models.hf_config import read_model_config
 from services.worker.models.hyper_connections.limits import check_streams
@@ -36,7 +37,10 @@ SPARSE = [
     ("hy4", "native"),
     ("mistral-large-4", "native"),
     ("glm-5-next", "native"),
+    ("minimax-m3", "native"),
 ]
+ALL = {"minimax-m3": {"index_topk_blocks": 20}}
+"""What has all tokens chosen, where it is not the number of the others."""
 WHOLE_BLOCKS = {"moe_intermediate_size": 64, "q_lora_rank": 64, "v_head_dim": 16}
 """So that inputs are whole groups."""
 
@@ -69,6 +73,9 @@ def agrees(model: TinyModel, recorded: list[Tensor], **settings: Any) -> None:
             },
             "native",
         ),
+        ("minimax-m3", {"index_local_blocks": 0, "layer_types": ["minimax_m3_sparse"] * 3}, "torch"),
+        ("minimax-m3", {"index_topk_blocks": 20}, "native"),
+        ("minimax-m3", {"index_block_size": 32, "index_topk_blocks": 1, "index_head_dim": 20}, "native"),
         ("mistral-large-4", {"no_rope_layers": None, "kv_source_layers": None, "attention_bias": True}, "torch"),
         ("mistral-large-4", {"no_rope_layers": [0] * 6, "kv_source_layers": [0] * 6, "indexer_types": None}, "native"),
     ],
@@ -80,6 +87,9 @@ def agrees(model: TinyModel, recorded: list[Tensor], **settings: Any) -> None:
         "streams",
         "one pool",
         "shared pools",
+        "blocks that are not local",
+        "all blocks",
+        "one block",
         "own latents",
         "one's latents",
     ],
@@ -96,7 +106,7 @@ def test_a_part_of_a_long_prompt_is_what_is_attended_to(
 ) -> None:
     model = make_model(family, tmp_path / "sparse")
     agrees(model, recorded, ops=ops)
-    dense = make_model(family, tmp_path / "dense", index_topk=4096)
+    dense = make_model(family, tmp_path / "dense", **ALL.get(family, {"index_topk": 4096}))
     difference = (model.logits(PROMPT) - dense.logits(PROMPT)).abs().amax(dim=1)
     assert difference[:12].max() < 1e-4
     assert difference[-1] > 0.1, "models that attend to everything would agree, too"
@@ -172,6 +182,35 @@ def test_what_does_not_combine_with_streams_is_refused_at_start(tmp_path: Path) 
     check_streams(chosen, config, whole, None)
     with pytest.raises(ModelError, match=r"enable_sp: not for a model with several streams \(HYV4ForCausalLM\)"):
         check_streams(replace(chosen, shared_rows=64), config, whole, None)
+
+
+def test_what_does_not_combine_with_chosen_blocks_is_refused_at_start(tmp_path: Path) -> None:
+    model = make_model("minimax-m3", tmp_path)
+    longer = "not for MiniMaxM3VLForCausalLM with a max_model_len of more than 32 tokens, of which an indexer chooses"
+    with pytest.raises(ModelError, match=f"kv_cache_dtype fp8: {longer}"):
+        tiny_backend(model.path, kv_cache_dtype="fp8")
+    chosen, config = LoadSettings(folder=tmp_path, platform=built_in_platform("cpu")), read_model_config(tmp_path)
+    assert chosen_blocks_of(chosen, config, 33) == config.block_index
+    for changes, name in (
+        ({"on_layer": print}, "kv_connector"),
+        ({"context_rows": 64}, "prefill_context_parallel_size"),
+        ({"attention": "flash-attn"}, "attention flash-attn"),
+    ):
+        settings = replace(chosen, **changes)
+        assert chosen_blocks_of(settings, config, 32) is None
+        with pytest.raises(ModelError, match=f"{name}: {longer}"):
+            chosen_blocks_of(settings, config, 33)
+    itself = SpeculationSettings(method="draft", num_speculative_tokens=2, model=str(model.path))
+    with pytest.raises(ModelError, match="drafts for sequences of up to 32 tokens, the model is served with 64"):
+        tiny_backend(model.path, speculation=itself, max_model_len=64)
+    with pytest.raises(ModelError, match="block_size 32 does not divide index_block_size 16"):
+        tiny_backend(model.path, block_size=32)
+
+
+def test_keys_of_indexers_take_a_layer_for_as_many_as_have_room(tmp_path: Path) -> None:
+    """Two layers' keys of 16 elements fill one half of two heads'."""
+    sparse = tiny_backend(make_model("minimax-m3", tmp_path).path).rank.decoder
+    assert sparse.kv_block_bytes * LAYERS == tiny_backend(tmp_path, max_model_len=32).rank.decoder.kv_block_bytes * 4
 
 
 @pytest.mark.refuses("sparse attention (DSA)", "--kv-cache-dtype fp8", "--model-impl transformers")

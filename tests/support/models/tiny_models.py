@@ -224,8 +224,8 @@ MINIMAX_M3: dict[str, Any] = {
     "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
     "index_n_heads": 2,
     "index_head_dim": 16,
-    "index_block_size": 32,
-    "index_topk_blocks": 8,
+    "index_block_size": 16,
+    "index_topk_blocks": 2,
 }
 LFM3: dict[str, Any] = {
     "num_hidden_layers": 4,

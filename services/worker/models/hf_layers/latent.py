@@ -57,6 +57,30 @@ class PositionSteps(Struct, frozen=True):
     length: int
 
 
+class BlockIndexConfig(Struct, frozen=True):
+    """An indexer that chooses blocks of keys for each key/value head (MiniMax-M3), of usual attention."""
+
+    heads: int
+    """One for each key/value head."""
+    dim: int
+    """Elements of a head's queries, and of the key that they share."""
+    block: int
+    """Tokens of a block, from the first of a sequence on."""
+    chosen: int
+    """Blocks that a token attends to; of the last one what is not behind the token."""
+    local: int
+    """Of these the token's own, and those before it, which are chosen whatever their scores are."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence of which all is chosen."""
+        return self.block * self.chosen
+
+    def parameters(self, hidden: int) -> int:
+        """Weights of one layer's matrices."""
+        return hidden * (self.heads + 1) * self.dim
+
+
 class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values of all heads are made of one latent
     of each token, and of one rotated key that all heads share. These two are what is cached."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from services.worker.models.config import LayerConfig, Mixture, ModelError
+from services.worker.models.config import BlockIndexConfig, LayerConfig, Mixture, ModelError
 from services.worker.models.published.layout import Published
 
 MINIMAX_M3 = "MiniMaxM3VLForCausalLM"
@@ -24,8 +24,11 @@ class _RawBlocks(Struct):
     """Of a published file's `sparse_attention_config`."""
 
     sparse_attention_freq: list[int] | None = None
+    sparse_num_index_heads: int | None = None
+    sparse_index_dim: int | None = None
     sparse_block_size: int | None = None
     sparse_topk_blocks: int | None = None
+    sparse_local_block: int | None = None
 
 
 class _RawM3(Struct, kw_only=True):
@@ -60,8 +63,11 @@ class _RawM3(Struct, kw_only=True):
     layer_types: list[str] | None = None
     mlp_layer_types: list[str] | None = None
     moe_layer_freq: list[int] | None = None
+    index_n_heads: int = 4
+    index_head_dim: int = 128
     index_block_size: int = 128
     index_topk_blocks: int = 16
+    index_local_blocks: int = 1
     sparse_attention_config: _RawBlocks = field(default_factory=_RawBlocks)
 
 
@@ -76,9 +82,7 @@ _KEPT = (
 
 
 def minimax_m3(raw: Mapping[str, Any]) -> Published:
-    """An indexer chooses blocks of keys in some layers: all of them while there are no more than it chooses. So many
-    tokens are served, as the chosen ones would need an indexer's keys in the cache. Raises ModelError, and
-    msgspec.ValidationError."""
+    """An indexer chooses blocks of keys in some layers. Raises ModelError, and msgspec.ValidationError."""
     own = msgspec.convert({key: value for key, value in raw.items() if value is not None}, _RawM3)
     for key in _POSITIVE:
         if getattr(own, key) < 1:
@@ -93,9 +97,11 @@ def minimax_m3(raw: Mapping[str, Any]) -> Published:
         "mixture": _mixture(own),
         **rotation,
     }
+    chooses = _choosing(own)
+    if any(chooses):
+        changes["block_index"] = _index(own, rotation.get("rotary_dim", own.head_dim))
     base = {key: getattr(own, key) for key in _KEPT} | {"intermediate_size": own.dense_intermediate_size}
-    arranged = partial(_layers, mixing=_mixing(own))
-    return Published(base | rope, changes, _longest(own), arranged)
+    return Published(base | rope, changes, arranged=partial(_layers, mixing=_mixing(own), chooses=chooses))
 
 
 def library_name(name: str) -> str:
@@ -106,6 +112,7 @@ def library_name(name: str) -> str:
 
 
 _RULES = (
+    (re.compile(r"\.self_attn\.index_([qk]_(?:proj|norm))\."), r".self_attn.indexer.\1."),
     (re.compile(r"\.block_sparse_moe\.e_score_correction_bias$"), ".mlp.gate.e_score_correction_bias"),
     (re.compile(r"\.block_sparse_moe\."), ".mlp."),
     (re.compile(r"(\.experts\.\d+)\.w1\."), r"\1.gate_proj."),
@@ -114,8 +121,10 @@ _RULES = (
 )
 
 
-def _layers(layer: LayerConfig, mixing: list[bool]) -> tuple[LayerConfig, ...]:
-    return tuple(msgspec.structs.replace(layer, mixes=each) for each in mixing)
+def _layers(layer: LayerConfig, mixing: list[bool], chooses: list[bool]) -> tuple[LayerConfig, ...]:
+    return tuple(
+        msgspec.structs.replace(layer, mixes=mixes, chooses=each) for mixes, each in zip(mixing, chooses, strict=True)
+    )
 
 
 def _mixture(own: _RawM3) -> Mixture:
@@ -150,24 +159,45 @@ def _rotation(own: _RawM3) -> tuple[dict[str, int], dict[str, Any]]:
     return {} if rotated == dim else {"rotary_dim": rotated}, {named: rope} if rope else {}
 
 
-def _longest(own: _RawM3) -> int | None:
-    """None: no layer chooses."""
+def _choosing(own: _RawM3) -> list[bool]:
+    """For each layer, whether it chooses."""
     blocks, kinds = own.sparse_attention_config, own.layer_types
     if kinds is None and blocks.sparse_attention_freq is not None:
         kinds = [_SPARSE if each else _FULL for each in blocks.sparse_attention_freq]
     if kinds is None:
-        return None
+        return [False] * own.num_hidden_layers
     for kind in kinds:
         if kind not in (_FULL, _SPARSE):
             raise ModelError(f"layer_types {kind!r} is not supported; supported: {_FULL}, {_SPARSE}")
     _check_count("layer_types", kinds, own.num_hidden_layers)
-    if _SPARSE not in kinds:
-        return None
-    size = own.index_block_size if blocks.sparse_block_size is None else blocks.sparse_block_size
-    chosen = own.index_topk_blocks if blocks.sparse_topk_blocks is None else blocks.sparse_topk_blocks
-    if size < 1 or chosen < 1 or size * chosen < 2:
-        raise ModelError(f"index_topk_blocks {chosen} of index_block_size {size} have to be two tokens and more")
-    return size * chosen
+    return [kind == _SPARSE for kind in kinds]
+
+
+def _index(own: _RawM3, rotated: int) -> BlockIndexConfig:
+    """`rotated`: elements of a head."""
+    given = own.sparse_attention_config
+    index = BlockIndexConfig(
+        heads=_or(given.sparse_num_index_heads, own.index_n_heads),
+        dim=_or(given.sparse_index_dim, own.index_head_dim),
+        block=_or(given.sparse_block_size, own.index_block_size),
+        chosen=_or(given.sparse_topk_blocks, own.index_topk_blocks),
+        local=_or(given.sparse_local_block, own.index_local_blocks),
+    )
+    if index.block < 1 or index.chosen < 1 or index.longest < 2:
+        raise ModelError(
+            f"index_topk_blocks {index.chosen} of index_block_size {index.block} have to be two tokens and more"
+        )
+    if index.heads != own.num_key_value_heads:
+        raise ModelError(f"index_n_heads {index.heads} must be num_key_value_heads {own.num_key_value_heads}")
+    if index.dim < rotated:
+        raise ModelError(f"index_head_dim {index.dim}: {rotated} elements of a head are rotated")
+    if not 0 <= index.local <= index.chosen:
+        raise ModelError(f"index_local_blocks {index.local} must be 0 to index_topk_blocks {index.chosen}")
+    return index
+
+
+def _or(given: int | None, other: int) -> int:
+    return other if given is None else given
 
 
 def _mixing(own: _RawM3) -> list[bool]:

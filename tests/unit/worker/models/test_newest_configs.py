@@ -13,7 +13,7 @@ import pytest
 from transformers import Glm5NextTextConfig
 
 from services.worker.backend import BackendError
-from services.worker.models.config import DeltaConfig, HyperConnections, Mixture, ModelError
+from services.worker.models.config import BlockIndexConfig, DeltaConfig, HyperConnections, Mixture, ModelError
 from services.worker.models.hf_config import is_native, read_model_config
 from services.worker.models.hf_layers.latent import PositionSteps
 from services.worker.models.published import glm_next, hunyuan, minimax, mistral_large
@@ -28,8 +28,11 @@ M3: dict[str, Any] = {
     "rotary_dim": 64,
     "sparse_attention_config": {
         "sparse_attention_freq": [0] * 3 + [1] * 57,
+        "sparse_num_index_heads": 4,
+        "sparse_index_dim": 64,
         "sparse_block_size": 128,
         "sparse_topk_blocks": 16,
+        "sparse_local_block": 2,
     },
 }
 """With the keys of published files; sizes are the defaults."""
@@ -40,11 +43,16 @@ NEXT: dict[str, Any] = {"architectures": ["Glm5NextForCausalLM"]}
 """The language models within; sizes are the defaults."""
 
 
-def test_minimax_m3_is_read_up_to_what_its_indexer_chooses_whole(tmp_path: Path) -> None:
+def test_minimax_m3_is_read_with_its_indexer(tmp_path: Path) -> None:
     config = read(tmp_path, M3)
     assert is_native(tmp_path)
-    assert config.max_positions == 2048
-    assert read(tmp_path, M3, sparse_attention_config=None).max_positions == 524_288
+    assert config.max_positions == 524_288
+    assert config.block_index == BlockIndexConfig(heads=4, dim=64, block=128, chosen=16, local=2)
+    assert config.block_index.longest == 2048
+    assert [layer.chooses for layer in config.layers] == [False] * 3 + [True] * 57
+    without = read(tmp_path, M3, sparse_attention_config=None)
+    assert without.block_index is None
+    assert config.parameters - without.parameters == 57 * 6144 * 5 * 64
     assert config.mixture == Mixture(
         experts=128,
         chosen=4,
@@ -112,6 +120,26 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
         (
             *(M3, {"mlp_layer_types": ["hash"] * 60}),
             "mlp_layer_types 'hash' is not supported; supported: dense, sparse",
+        ),
+        (
+            M3,
+            {"sparse_attention_config": {}, "layer_types": ["minimax_m3_sparse"] * 60, "index_n_heads": 8},
+            "index_n_heads 8 must be num_key_value_heads 4",
+        ),
+        (
+            M3,
+            {"sparse_attention_config": {"sparse_attention_freq": [1] * 60, "sparse_index_dim": 32}},
+            "index_head_dim 32: 64 elements of a head are rotated",
+        ),
+        (
+            M3,
+            {"sparse_attention_config": {"sparse_attention_freq": [1] * 60, "sparse_local_block": 17}},
+            "index_local_blocks 17 must be 0 to index_topk_blocks 16",
+        ),
+        (
+            M3,
+            {"sparse_attention_config": {"sparse_attention_freq": [1] * 60, "sparse_topk_blocks": 0}},
+            "index_topk_blocks 0 of index_block_size 128 have to be two tokens and more",
         ),
         (M3, {"shared_intermediate_size": 0}, "shared_intermediate_size 0 is not positive"),
         (HY4, {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; 10.0 is"),
@@ -347,6 +375,9 @@ def test_names_of_mistral_large_are_the_librarys(published: str, own: str) -> No
 
 
 def test_published_names_are_the_librarys() -> None:
+    assert minimax.library_name("model.layers.3.self_attn.index_q_norm.weight") == (
+        "model.layers.3.self_attn.indexer.q_norm.weight"
+    )
     assert minimax.library_name("model.layers.1.block_sparse_moe.experts.3.w2.weight") == (
         "model.layers.1.mlp.experts.3.down_proj.weight"
     )

@@ -1,0 +1,51 @@
+"""Where the keys of an indexer of blocks lie: in blocks of layers behind the model's own, so that whatever knows blocks
+knows them. One such layer holds the keys of as many layers as have room in its keys, and as many in its values."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from torch import Tensor
+
+from services.worker.models.config import BlockIndexConfig, ModelConfig, ModelError
+from services.worker.models.sharding import LayerShard, PipelineStage
+
+_WHOLE_ELEMENTS = 16
+"""Heads of a multiple of these fill the native layout, whose bytes are copied to stores and back as they are then."""
+
+
+class IndexKeyLayout:
+    """Of a rank that has some key/value heads, on each of these stages."""
+
+    def __init__(self, config: ModelConfig, index: BlockIndexConfig, share: LayerShard, block_size: int) -> None:
+        """Raises ModelError for sizes that do not go into each other."""
+        self._dim, self._block_size, self._heads = index.dim, block_size, share.num_kv_heads
+        if index.block % block_size:
+            raise ModelError(f"block_size {block_size} does not divide index_block_size {index.block}")
+        if config.head_dim % _WHOLE_ELEMENTS:
+            raise ModelError(f"head_dim {config.head_dim} is no multiple of {_WHOLE_ELEMENTS}, as index keys need")
+        self._of_half = share.num_kv_heads * config.head_dim // index.dim
+        if not self._of_half:
+            raise ModelError(
+                f"index_head_dim {index.dim} is more than the {share.num_kv_heads} key/value heads of a rank have: "
+                "choose a smaller --tp"
+            )
+        self._chooses = [layer.chooses for layer in config.layers]
+
+    def layers(self, stage: PipelineStage) -> int:
+        """Layers that hold keys, behind those of the stage."""
+        chooses = sum(self._chooses[stage.first_layer : stage.end_layer])
+        return -(-chooses // (2 * self._of_half))
+
+    def keys(self, number: int, holders: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """[blocks, 1, block_size, dim] of the layer of this number among the stage's that choose."""
+        half, place = divmod(number, self._of_half)
+        flat = holders[half // 2][half % 2].flatten(1)
+        size = self._block_size * self._dim
+        return flat[:, place * size : (place + 1) * size].view(len(flat), 1, self._block_size, self._dim)
+
+    def digest(self, model: str, operations: str) -> str:
+        """What tells blocks that lie so from those of other shares of heads, and of other operations: bytes are not
+        converted."""
+        told = f"{model} {operations} {self._heads} heads, {self._of_half} of {self._dim}"
+        return blake2b(told.encode(), digest_size=len(model) // 2 or 1).hexdigest()

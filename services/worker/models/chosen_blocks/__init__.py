@@ -1,0 +1,1 @@
+"""Decoders whose layers choose the blocks of keys that they attend to."""
