@@ -51,7 +51,7 @@ TABLE: tuple[TopicRights, ...] = (
     TopicRights(topics.rows_leases,        ("gateway",),                                     ("encoder",)),
     TopicRights(topics.kept_rows,          ("scheduler", "worker", "gateway"),               ("encoder", "scheduler")),
     TopicRights(topics.route,              ("tokenizer", "coordinator"),                     ("coordinator",)),
-    TopicRights(topics.withdrawals,        ("gateway",),                                     ("coordinator",)),
+    TopicRights(topics.withdrawals,        ("gateway",),                            ("coordinator", "tokenizer")),
     TopicRights(topics.placements,         ("coordinator",),                                 ("coordinator",)),
     TopicRights(topics.prefill_pulls,      ("scheduler",),                                   ("coordinator",)),
     TopicRights(topics.engine_requests,    ("coordinator", "scheduler"),                     ("scheduler",)),

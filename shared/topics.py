@@ -83,8 +83,8 @@ def route() -> Topic[coordinator.Route]:
 
 
 def withdrawals() -> Topic[coordinator.PlacementNotice]:
-    """gateway → every coordinator: a request was given up that may queue there, or that one of them has placed; or it
-    has ended, after so many tokens."""
+    """gateway → every coordinator and tokenizer: a request was given up that may wait there, or that one of them has
+    placed; or it has ended, after so many tokens."""
     return Topic("withdraw", coordinator.PlacementNotice)
 
 

@@ -97,6 +97,7 @@ def first_dispatch(
         keep=generation.kv_transfer.keep,
         kept=generation.kv_transfer.kept,
         stream_interval=generation.stream_interval,
+        hears_held=True,
     )
 
 

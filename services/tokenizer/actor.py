@@ -8,8 +8,9 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
 from msgspec.structs import replace
 
@@ -22,7 +23,7 @@ from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, BusError, PayloadTooLarge, Undelivered
 from shared.ids import Attempt, GatewayId, InstanceId, ModelName, RequestId
-from shared.messages.coordinator import Route
+from shared.messages.coordinator import RequestEnded, Route, Withdraw
 from shared.messages.gateway import PromptsHeld, RequestFailed, RequestRejected
 from shared.messages.lifecycle import TokenizerReport
 from shared.messages.tokenizer import (
@@ -41,6 +42,7 @@ from shared.messages.tokenizer import (
     TokenPrompt,
 )
 from shared.packing import count
+from shared.reliability.recent import AttemptFence
 from shared.telemetry.logs import record_trace
 from shared.telemetry.tracing import TRACING
 
@@ -55,6 +57,13 @@ under load would cost the others."""
 HELD_INTERVAL = 1.0
 """Seconds from one `PromptsHeld` to the next: a fraction of what gateways wait for."""
 
+QUESTION_TIMEOUT = 9.0
+"""Seconds that a question's long prompt may wait for a thread. Its gateway waits for 10, and does not say when a client
+has left."""
+
+MAX_WITHDRAWN = 1024
+"""Requests given up that are remembered: as many as the inbox, where their prompts may still be, holds at most."""
+
 KINDS: dict[type[Prompt], str] = {
     ChatPrompt: "chat",
     TextPrompt: "text",
@@ -65,9 +74,15 @@ KINDS: dict[type[Prompt], str] = {
 """Each kind of prompt and its label in the metrics."""
 
 
-class _HeldPrompt(NamedTuple):
+@dataclass(slots=True)
+class _HeldPrompt:
     attempt: Attempt
     gateway: GatewayId
+    informed: bool
+    """Whether its gateway hears that the prompt is here: not one of an older release."""
+    task: asyncio.Task[None]
+    on_thread: bool = False
+    """Whether it is being encoded, which nothing stops."""
 
 
 class TokenizerActor(Actor):
@@ -89,14 +104,17 @@ class TokenizerActor(Actor):
         self._long: set[asyncio.Task[Any]] = set()
         self._held: dict[RequestId, _HeldPrompt] = {}
         """The newest attempt of each request whose prompt is long and not yet tokenized."""
+        self._fence = AttemptFence(MAX_WITHDRAWN)
         self._renderings: dict[RequestId, asyncio.Task[Prompt]] = {}
         self._failure: BaseException | None = None
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
-        """Requests to be tokenized and sent on to a coordinator, and requests for tokens or text that are answered."""
+        """Requests to be tokenized and sent on to a coordinator, and requests for tokens or text that are answered; and
+        which requests gateways give up."""
         return [
             TopicSubscription(topics.tokenize(self._model), intake=True),
             TopicSubscription(topics.tokenizer_requests(self._model), intake=True, request=True),
+            TopicSubscription(topics.withdrawals()),
         ]
 
     async def handle(self, message: Any) -> None:
@@ -107,6 +125,8 @@ class TokenizerActor(Actor):
         if isinstance(message, Tokenize):
             record_trace(message.request, message.trace)
         match message:
+            case Tokenize() if self._fence.is_closed(message.request, message.attempt):
+                metrics.WITHDRAWN.inc()
             case Tokenize() if message.suspect_until is not None and self.isolated is None:
                 await self._handle_alone(message)
             case Tokenize():
@@ -117,12 +137,26 @@ class TokenizerActor(Actor):
                     await self._send(message, _overloaded(message, full), started)
                 else:
                     self._start_long(self._tokenize_long(message, started), size)
+            case Withdraw():
+                self._withdraw(message)
+            case RequestEnded():
+                pass  # for coordinators
             case Undelivered():
                 await self._undelivered(message)
             case Tick():
                 self._lanes.give_back_memory()
             case _:
                 raise TypeError(f"a tokenizer takes no {type(message).__name__}")
+
+    def _withdraw(self, withdrawn: Withdraw) -> None:
+        """Its gateway has given the request up: what waits is dropped, and what is being encoded goes nowhere."""
+        self._fence.close(withdrawn.request, withdrawn.attempt)
+        held = self._held.get(withdrawn.request)
+        if held is not None and held.attempt <= withdrawn.attempt:
+            metrics.WITHDRAWN.inc()
+            del self._held[withdrawn.request]
+            if not held.on_thread:
+                held.task.cancel()
 
     async def _handle_alone(self, suspect: Tokenize) -> None:
         """A process died with this request: nothing else is tokenized beside it, and the lifecycle says so."""
@@ -160,15 +194,22 @@ class TokenizerActor(Actor):
             except PromptRefused as refused:
                 return TokenizerRefusal(refused.message, refused.field)
             size = _size(request.prompt)
-        return await self._lanes.run(size, self._encoder.answer, request)
+        try:
+            async with asyncio.timeout(QUESTION_TIMEOUT) as waiting, self._lanes.turn(size) as thread:
+                waiting.reschedule(None)
+                return await thread.run(self._encoder.answer, request)
+        except TimeoutError:
+            why = f"no thread was free for {QUESTION_TIMEOUT:g} s: longer prompts are being tokenized"
+            return TokenizerRefusal(why, kind="overloaded")
 
     async def background(self) -> None:
         """Says every now and then which prompts are here, beside whatever `handle` waits for."""
         while True:
             await asyncio.sleep(HELD_INTERVAL)
             held: defaultdict[GatewayId, list[tuple[RequestId, Attempt]]] = defaultdict(list)
-            for request, (attempt, gateway) in self._held.items():
-                held[gateway].append((request, attempt))
+            for request, each in self._held.items():
+                if each.informed:
+                    held[each.gateway].append((request, each.attempt))
             for gateway, requests in held.items():
                 with contextlib.suppress(BusError):
                     await self.bus.publish(topics.gateway_inbox(gateway), PromptsHeld(self.instance, tuple(requests)))
@@ -187,6 +228,8 @@ class TokenizerActor(Actor):
 
     async def tear_down(self) -> None:
         """Drops long prompts that no thread has begun."""
+        for task in self._long:
+            task.cancel()
         self._lanes.close()
 
     def _is_short(self, prompt: Prompt) -> bool:
@@ -211,24 +254,24 @@ class TokenizerActor(Actor):
             self._failure = task.exception()
 
     async def _tokenize_long(self, message: Tokenize, started: float) -> None:
-        self._held[message.request] = _HeldPrompt(message.attempt, message.gateway)
+        """Sends nothing of a request that was dispatched again, or withdrawn, meanwhile."""
+        task = asyncio.current_task()
+        assert task is not None
+        held = _HeldPrompt(message.attempt, message.gateway, message.hears_held, task)
+        self._held[message.request] = held
+        outcome: Route | RequestRejected
         try:
             prompt = await self._rendered(message)
-            outcome = await self._lanes.run(_size(prompt), self._route_newest, message, prompt)
+            async with self._lanes.turn(_size(prompt)) as thread:
+                if self._held.get(message.request) is not held:
+                    return
+                held.on_thread = True
+                outcome = await thread.run(self._encoder.route, message, prompt)
         except PromptRefused as refused:
             outcome = rejected(message, refused)
-        if self._is_newest(message):
+        if self._held.get(message.request) is held:
             del self._held[message.request]
-        if outcome is not None:
             await self._send(message, outcome, started)
-
-    def _route_newest(self, message: Tokenize, prompt: Prompt) -> Route | RequestRejected | None:
-        """On a thread: None where the request was dispatched again while this attempt waited."""
-        return self._encoder.route(message, prompt) if self._is_newest(message) else None
-
-    def _is_newest(self, message: Tokenize) -> bool:
-        held = self._held.get(message.request)
-        return held is not None and held.attempt == message.attempt
 
     async def _rendered(self, message: Tokenize) -> Prompt:
         """Like `_render`; a later attempt waits for the rendering of an earlier one, and for none of its own."""

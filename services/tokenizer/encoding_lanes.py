@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple
 
@@ -19,6 +20,19 @@ MAX_BYTES = 128 * 2**20
 """Long prompts that are being encoded or wait for it. Encoding them takes minutes already, and their clients wait."""
 
 
+class _Lane:
+    """Threads, and who comes next. What waits for one is a task: cancelled, it leaves nothing behind, as it would in
+    the threads' own queue."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self.turns = asyncio.Semaphore(threads)
+        self.threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+
+    async def run(self, function: Callable[[*Ts], R], *arguments: *Ts) -> R:
+        """Returns what the function makes of its arguments."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, function, *arguments)
+
+
 class EncodingLanes:
     """Owns the threads, and the count of what is on them or waits for them.
 
@@ -28,8 +42,8 @@ class EncodingLanes:
     def __init__(self, threads: int, forget_words: Callable[[], None] = lambda: None) -> None:
         """`forget_words`: drops what the vocabulary keeps of what it encoded."""
         self._forget_words = forget_words
-        self._long = ThreadPoolExecutor(threads, thread_name_prefix="encode")
-        self._large = _large_lane()
+        self._long = _Lane(threads, "encode")
+        self._large = _Lane(1, "encode-large")
         self._prompts = self._bytes = 0
         self._grown = False
         """Whether a large prompt has been encoded since memory was given back."""
@@ -52,18 +66,20 @@ class EncodingLanes:
             return None
         return f"{self._prompts} long prompts of {self._bytes} bytes wait to be tokenized, which is the limit"
 
-    async def run(self, size: int, function: Callable[[*Ts], R], *arguments: *Ts) -> R:
-        """Returns what the function makes of a prompt of `size` bytes, once a thread of its lane was free."""
+    @contextlib.asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[_Lane]:
+        """Waits until a thread for a prompt of `size` bytes is free, which is the caller's for one `run`."""
         lane = self._long if size <= LARGE_BYTES else self._large
-        return await asyncio.get_running_loop().run_in_executor(lane, function, *arguments)
+        async with lane.turns:
+            yield lane
 
     def give_back_memory(self) -> None:
         """Called now and then: what large prompts took, a hundred times their size, goes back to the system once none
         is on its way."""
         if self._grown and not self._prompts:
             self._grown = False
-            ended, self._large = self._large, _large_lane()
-            self._large.submit(self._give_back, ended)
+            ended, self._large = self._large, _Lane(1, "encode-large")
+            self._large.threads.submit(self._give_back, ended.threads)
 
     def _give_back(self, ended: ThreadPoolExecutor) -> None:
         """Words that are kept lie between what was freed, each on a page that stays; so does what a thread keeps."""
@@ -74,8 +90,4 @@ class EncodingLanes:
     def close(self) -> None:
         """Drops what no thread has begun."""
         for lane in (self._long, self._large):
-            lane.shutdown(wait=False, cancel_futures=True)
-
-
-def _large_lane() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="encode-large")
+            lane.threads.shutdown(wait=False, cancel_futures=True)

@@ -11,6 +11,9 @@ PROMPTS = Counter("baton_tokenizer_prompts_total", "Prompts tokenized, by kind."
 TOKENS = Counter("baton_tokenizer_tokens_total", "Prompt tokens.", registry=METRICS)
 REJECTIONS = Counter("baton_tokenizer_rejections_total", "Requests rejected, by field.", ["field"], registry=METRICS)
 UNROUTED = Counter("baton_tokenizer_unrouted_total", "Requests for which there was no coordinator.", registry=METRICS)
+WITHDRAWN = Counter(
+    "baton_tokenizer_withdrawn_total", "Requests given up before their prompts were tokenized.", registry=METRICS
+)
 IN_FLIGHT = Gauge("baton_tokenizer_in_flight", "Long prompts that are being tokenized.", registry=METRICS)
 SECONDS = Histogram(
     "baton_tokenizer_seconds",

@@ -209,6 +209,8 @@ class Tokenize(Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     kept: KeptPrompt | None = None
     """See `Generation.kept`."""
     stream_interval: StreamInterval = 1
+    hears_held: bool = False
+    """Whether the gateway understands `PromptsHeld`; not one of release 0.3 or before."""
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):

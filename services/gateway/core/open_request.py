@@ -215,6 +215,11 @@ class OpenRequest:
         """Whether its prompt has more than LARGE_BYTES."""
         return self.prompt_bytes > LARGE_BYTES
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a tokenizer says that it has its prompt."""
+        return self.state == "dispatched" and self.tokenizer is not None
+
     def depends_on(self, last: Lifecycle) -> bool:
         """Whether its present attempt is lost, or may be, with the instance that has said this."""
         match last.service:

@@ -455,7 +455,7 @@ class RequestSupervisor:
             due = r.last_message_at + policy.silence_s if r.probe_at is None else r.probe_at
             if now > due and not r.probing:
                 yield from self._probe(r, now)
-        elif r.relayed and now - r.unplaced_since > policy.relayed_s:
+        elif r.relayed and not r.is_held and now - r.unplaced_since > policy.relayed_s:
             yield from self._release(r, now)
             yield from self._give_up(r, f"no engine was free here for {policy.relayed_s:g} s")
         elif now - r.unplaced_since > policy.queue_s:

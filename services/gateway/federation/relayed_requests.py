@@ -106,6 +106,7 @@ class RelayedRequests:
             cache_salt=None if theirs.cache_salt is None else f"{cluster}/{theirs.cache_salt}",
             keep=False,  # blocks are kept for this cluster's own clients
             kept=None,
+            hears_held=True,
             max_model_len=None if card is None else self._requests.cluster.max_model_len(card),
         )
 

@@ -208,6 +208,7 @@ async def test_a_client_that_leaves_frees_its_request(stack: GatewayStack, strea
 async def test_a_client_that_leaves_the_queue_is_withdrawn(stack: GatewayStack) -> None:
     _, writer = await raw_post(stack, chat("QUEUE"))
     await eventually(lambda: bool(stack.ring.seen))
+    assert stack.ring.seen[0].hears_held, "else its tokenizer does not say that it has it"
     writer.close()
     await eventually(lambda: bool(stack.ring.withdrawn))
 

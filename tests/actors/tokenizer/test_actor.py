@@ -26,7 +26,7 @@ from shared import topics
 from shared.actor import ActorRuntime
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import Attempt, GatewayId, InstanceId, ModelName, RequestId
-from shared.messages.coordinator import Route
+from shared.messages.coordinator import RequestEnded, Route, Withdraw
 from shared.messages.gateway import PromptsHeld, RequestFailed, RequestRejected
 from shared.messages.generation import SamplingOptions, StopConditions
 from shared.messages.tokenizer import (
@@ -76,7 +76,7 @@ class Ring:
     async def _heard_at_gateway(self, message: Any) -> None:
         await (self.held if isinstance(message, PromptsHeld) else self.at_gateway).put(message)
 
-    async def tokenize(self, prompt: Prompt, request: str = "r", attempt: int = 1) -> None:
+    async def tokenize(self, prompt: Prompt, request: str = "r", attempt: int = 1, *, hears_held: bool = True) -> None:
         message = Tokenize(
             request=RequestId(request),
             attempt=Attempt(attempt),
@@ -85,8 +85,12 @@ class Ring:
             prompt=prompt,
             sampling=SamplingOptions(seed=1),
             stopping=StopConditions(),
+            hears_held=hears_held,
         )
         await self.bus.publish(topics.tokenize(MODEL), message)
+
+    async def withdraw(self, request: str, attempt: int = 1) -> None:
+        await self.bus.publish(topics.withdrawals(), Withdraw(RequestId(request), Attempt(attempt)))
 
     async def ask(self, question: TokenizerRequest) -> TokenizerReply:
         answer: TokenizerReply = await self.bus.request(topics.tokenizer_requests(MODEL), question, TokenizerReply, 60)
@@ -219,6 +223,97 @@ async def test_an_attempt_that_was_given_up_while_it_waited_is_not_encoded(
     assert [(route.request, route.attempt) for route in routes] == [("first", 1), ("second", 2)]
 
 
+async def until_held(ring: Ring, prompts: int) -> None:
+    async with asyncio.timeout(60):
+        while ring.actor.load() != prompts:
+            await asyncio.sleep(0.001)
+
+
+async def test_of_clients_that_left_at_most_the_prompt_under_way_is_encoded(
+    ring: Ring, large_go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding_lanes, "MAX_PROMPTS", 10)
+    encoded: asyncio.Queue[str] = asyncio.Queue()
+    encode, loop = ring.actor._encoder.route, asyncio.get_running_loop()
+
+    def counted(message: Tokenize, prompt: Prompt) -> Any:
+        loop.call_soon_threadsafe(encoded.put_nowait, message.request)
+        return encode(message, prompt)
+
+    monkeypatch.setattr(ring.actor._encoder, "route", counted)
+    await ring.tokenize(TextPrompt(SENTENCES * 3000), "under-way")
+    assert await heard(encoded) == "under-way"
+    for wave in range(3):  # more than there is room for, had they stayed
+        for number in range(9):
+            await ring.tokenize(TextPrompt(SENTENCES * 3000), f"left-{wave}-{number}")
+        await until_held(ring, 10)
+        for number in range(9):
+            await ring.withdraw(f"left-{wave}-{number}")
+        await until_held(ring, 1)
+    await ring.withdraw("under-way")
+    await ring.tokenize(TextPrompt(SENTENCES * 3000), "stays")
+    await ring.bus.publish(topics.withdrawals(), RequestEnded(RequestId("stays"), 1))
+    await ring.tokenize(TextPrompt("Hello"), "short")
+    assert (await heard(ring.routed)).generation.request == await heard(encoded) == "short"
+    large_go_on.set()
+    assert (await heard(ring.routed)).generation.request == await heard(encoded) == "stays"
+    assert ring.routed.empty()
+    assert encoded.empty()
+    assert ring.at_gateway.empty()
+
+
+async def test_a_request_that_is_given_up_before_it_is_read_is_dropped_and_its_next_attempt_is_not(ring: Ring) -> None:
+    await ring.withdraw("r", 2)
+    async with asyncio.timeout(60):
+        while not ring.actor._fence.is_closed(RequestId("r"), Attempt(2)):
+            await asyncio.sleep(0.001)
+    for attempt in (1, 2, 3):
+        await ring.tokenize(TextPrompt("Hello"), "r", attempt)
+    assert (await heard(ring.routed)).generation.attempt == 3
+
+
+async def test_a_withdrawal_of_an_old_attempt_leaves_the_new_one_alone(
+    ring: Ring, large_go_on: threading.Event
+) -> None:
+    for attempt in (1, 2):
+        await ring.tokenize(TextPrompt(SENTENCES * 3000), "r", attempt)
+    await ring.withdraw("r", 1)
+    large_go_on.set()
+    assert (await heard(ring.routed)).generation.attempt == 2
+
+
+async def test_the_rendering_for_a_client_that_left_is_stopped(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: asyncio.Queue[bool] = asyncio.Queue()
+
+    async def endless(_: bytes) -> bytes:
+        started.put_nowait(True)
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            started.put_nowait(False)
+
+    monkeypatch.setattr(client_template, "_run", endless)
+    await ring.tokenize(ChatPrompt(messages=MESSAGES, template="{{ messages[0].content }}"))
+    assert await heard(started)
+    await ring.withdraw("r")
+    assert not await heard(started)
+
+
+async def test_a_question_waits_no_longer_than_its_gateway(
+    ring: Ring, large_go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "QUESTION_TIMEOUT", 0.05)
+    await ring.tokenize(TextPrompt(SENTENCES * 3000), "under-way")
+    await ring.tokenize(TextPrompt("Hello"), "short")
+    assert (await heard(ring.routed)).generation.request == "short"
+    answer = await ring.ask(Encode(TextPrompt(SENTENCES * 3000)))
+    assert isinstance(answer, TokenizerRefusal)
+    assert (answer.kind, answer.message) == (
+        "overloaded",
+        "no thread was free for 0.05 s: longer prompts are being tokenized",
+    )
+
+
 async def test_a_later_attempt_waits_for_the_rendering_of_an_earlier_one(
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,12 +354,13 @@ async def test_a_gateway_hears_which_of_its_prompts_wait(
     try:
         for name, attempt in (("first", 1), ("second", 1), ("second", 2)):
             await ring.tokenize(TextPrompt(SENTENCES * 3000), name, attempt)
+        await ring.tokenize(TextPrompt(SENTENCES * 3000), "of-an-older-release", hears_held=False)
         expected = {(RequestId("first"), Attempt(1)), (RequestId("second"), Attempt(2))}
         while set((held := await heard(ring.held)).requests) != expected:
             assert held.tokenizer == "tokenizer-1"
         go_on.set()
-        routes = [(await heard(ring.routed)).generation for _ in range(2)]
-        assert [(route.request, route.attempt) for route in routes] == [("first", 1), ("second", 2)]
+        routes = [(await heard(ring.routed)).generation for _ in range(3)]
+        assert [(route.request, route.attempt) for route in routes[:2]] == [("first", 1), ("second", 2)]
         await memory_bus.flush()
         assert ring.actor._held == {}
     finally:

@@ -7,9 +7,17 @@ import pytest
 from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchAttempt, Effect
 from services.gateway.core.open_request import EmittedOutput, RetryPolicy
 from services.gateway.core.supervisor import RequestSupervisor
-from shared.ids import Attempt, DetokenizerId, EngineId, relay_id
+from shared.ids import Attempt, DetokenizerId, EngineId, InstanceId, relay_id
 from shared.messages.coordinator import Withdraw
-from shared.messages.gateway import Delta, Deltas, RequestPlaced, RequestQueued, RequestRejected, StreamOpened
+from shared.messages.gateway import (
+    Delta,
+    Deltas,
+    PromptsHeld,
+    RequestPlaced,
+    RequestQueued,
+    RequestRejected,
+    StreamOpened,
+)
 from shared.messages.scheduler import ProbeReply
 from tests.unit.gateway.core.test_remote_clusters import GATEWAY, MODEL, US, clusters, status, tokenize
 
@@ -114,6 +122,16 @@ def test_a_drained_cluster_moves_what_it_has_but_not_what_others_sent_it() -> No
     known.record_status(status(US, free=0), 0.0, 0.0)
     known.switch(True, 1.0)
     assert destinations(supervisor.move_to_others(0.0)) == ["us"]
+
+
+def test_a_relayed_request_that_a_tokenizer_works_on_does_not_go_back() -> None:
+    supervisor = RequestSupervisor(POLICY, clusters())
+    supervisor.resume(tokenize(), EmittedOutput(Attempt(1), [], 0, None, 0.0), 0.0, relayed=True)
+    for now in (1.0, 5.0, 10.0):
+        supervisor.handle(PromptsHeld(InstanceId("tokenizer-1"), ((REQUEST, Attempt(1)),)), now)
+        assert supervisor.tick(now + 0.9) == []
+    supervisor.handle(RequestQueued(REQUEST, Attempt(1)), 11.0)
+    assert isinstance(supervisor.tick(11.1)[-1], RequestRejected), "no engine was free"
 
 
 @pytest.mark.parametrize("queued", [True, False])
