@@ -29,8 +29,9 @@ Draw = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 tokens, int64 [R].
 
 The same tokens as `sampler` draws by PyTorch's operations, but where rounding decides: the two best quotients of weight
-and time are a few millionths apart, or a sum of weights is as near to the share that top_p asks for. A row without any
-finite logit gives some token."""
+and time are a few millionths apart, or a sum of weights is as near to the share that top_p asks for. A row in whose
+logits a NaN is gives the first one, so that whoever looks at its logit sees that it means nothing; another one without
+any finite logit gives some token."""
 
 _STEP = 0x9E3779B1
 _FACTORS = (0x7FEB352D, 0x846CA68B)
@@ -52,7 +53,7 @@ def draw_of(ops: object) -> Draw | None:
 
 def race_by_torch(weights: Tensor, keys: Tensor) -> Tensor:
     """weights [R, W], zeros of which cannot win, and keys int64 [R] (see `random_numbers.race_keys`) → the winners,
-    int64 [R]; some token for a row of NaNs, or with no weight at all.
+    int64 [R]; the first NaN of a row with one, some token for a row with no weight at all.
 
     On any device, without waiting for it. Times are of double precision: then no winner depends on how a logarithm is
     computed, and kernels may take fewer of them."""

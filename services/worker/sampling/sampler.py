@@ -105,7 +105,7 @@ def sample(
 
 def undefined_rows(logits: Tensor, tokens: Tensor) -> Tensor:
     """[R] whether the logit of a row's drawn token is NaN: then the token means nothing. One number is read of each
-    row, which shows it wherever a row is NaN as a whole, as after a fault in any layer before the last."""
+    row: whatever draws gives a NaN where there is one."""
     return logits.gather(1, tokens.unsqueeze(1)).squeeze(1).isnan()
 
 
@@ -235,8 +235,10 @@ def _random_weights(logits: Tensor, choices: SamplingBatch, rows: NDArray[np.int
 
 
 def _weights(logits: Tensor) -> Tensor:
-    """Probabilities up to a factor, with zeros up to a multiple of CHUNK; overwrites `logits`."""
-    weights = logits.sub_(logits.amax(dim=1, keepdim=True)).exp_()
+    """Probabilities up to a factor, with zeros up to a multiple of CHUNK; overwrites `logits`. Of a row in which a NaN
+    is nothing but its NaNs can win."""
+    greatest = logits.amax(dim=1, keepdim=True)
+    weights = logits.sub_(greatest.masked_fill_(greatest.isnan(), torch.inf)).exp_()
     missing = -logits.shape[1] % CHUNK
     return F.pad(weights, (0, missing)) if missing else weights
 

@@ -56,8 +56,8 @@ def draw(logits: Tensor, how: DrawParameters) -> Tensor:
     """logits [R, vocab], contiguous, float32, float16 or bfloat16 → int64 [R].
 
     The same tokens as `sampling.sampler` draws by the same keys, but where a sum of weights that decides about a cut,
-    or the quotients of the two best tokens, are rounded to the other side (all are float32). A row without any finite
-    logit gives some token.
+    or the quotients of the two best tokens, are rounded to the other side (all are float32). A row with a NaN gives the
+    first one, another one without any finite logit some token.
     """
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
@@ -134,8 +134,8 @@ def chunk_kernel(
     AT_ONCE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The greatest logit of each chunk, and in `sums` its weight relative to that; of random rows without cuts the
-    logarithm of the best token's quotient relative to that, and the token in `listed`."""
+    """The greatest logit of each chunk, NaN where one is among them, and in `sums` its weight relative to that; of
+    random rows without cuts the logarithm of the best token's quotient relative to that, and the token in `listed`."""
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + row)
     chunk = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
@@ -143,7 +143,8 @@ def chunk_kernel(
     values = _read(logits + row * VOCAB, token, token < VOCAB)
     peak = tl.max(values, axis=1)
     powers = (values - tl.maximum(peak, _LOWEST)[:, None]) * _power(tl.where(heat > 0, heat, 1.0))
-    tl.store(peaks + row * CHUNKS + chunk, peak, mask=chunk < CHUNKS)
+    spoilt = tl.max((values != values).to(tl.int32), axis=1) > 0
+    tl.store(peaks + row * CHUNKS + chunk, tl.where(spoilt, float("nan"), peak), mask=chunk < CHUNKS)
     if _is_cut(tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row), VOCAB) | (heat <= 0.0):
         tl.store(sums + row * CHUNKS + chunk, tl.sum(tl.exp2(powers), axis=1), mask=chunk < CHUNKS)
     else:
@@ -277,7 +278,12 @@ def draw_kernel(
     heat = tl.load(temperature + number)
     index, element = tl.arange(0, ALL), tl.arange(0, CHUNK)
     peak = tl.load(peaks + number * CHUNKS + index, mask=index < CHUNKS, other=float("-inf"))
-    if heat > 0:
+    spoilt = (peak != peak).to(tl.int32)
+    if tl.max(spoilt, axis=0) > 0:
+        token = tl.argmax(spoilt, axis=0) * CHUNK + element
+        values = _read(logits, token, token < VOCAB)
+        tl.store(tokens + number, tl.min(tl.where(values != values, token, VOCAB - 1), axis=0).to(tl.int64))
+    elif heat > 0:
         top = tl.maximum(tl.max(peak, axis=0), _LOWEST)
         floor, p = tl.load(min_p + number), tl.load(top_p + number)
         k = tl.minimum(tl.load(top_k + number), VOCAB).to(tl.int32)
@@ -305,7 +311,7 @@ def draw_kernel(
             winner = _winner(row, first, threshold, tl.load(keys + number), AT_ONCE, CHUNK)
         else:
             reached = tl.where(index < CHUNKS, mass + (peak - top) * power, float("-inf"))
-            # NaNs have no greatest one: what is found then may lie in the padding.
+            # Without a finite logit what is found may lie in the padding.
             winner = tl.load(listed + tl.minimum(tl.argmax(reached, axis=0), CHUNKS - 1))
         tl.store(tokens + number, tl.minimum(winner, VOCAB - 1).to(tl.int64))
     else:

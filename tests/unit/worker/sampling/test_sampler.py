@@ -16,7 +16,7 @@ from services.worker.sampling.filters import greatest_weights, top_threshold
 from services.worker.sampling.parameters import ParameterTable
 from services.worker.sampling.races import Draw
 from services.worker.sampling.random_numbers import philox, race_keys
-from services.worker.sampling.sampler import sample
+from services.worker.sampling.sampler import sample, undefined_rows
 from shared.ids import SequenceId
 from shared.messages.generation import SamplingOptions
 from shared.messages.worker import NewSequence
@@ -246,11 +246,18 @@ def test_logits_in_half_precision_are_drawn_from_too() -> None:
     assert chi_squared_is_plausible(tokens, expected_distribution(logits.float(), top_p=0.8))
 
 
-def test_logits_that_are_no_numbers_harm_nobody_else() -> None:
-    rows = torch.stack([torch.full((VOCABULARY,), float("nan")), logits_of(2.0)])
-    params = [SamplingOptions(seed=1, top_p=0.9, top_k=5, min_p=0.1), SamplingOptions(seed=2, top_p=0.9)]
+@pytest.mark.parametrize("place", [slice(None), slice(77, 78)], ids=["all", "one"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"temperature": 0.0}, {"top_p": 0.9, "top_k": 5, "min_p": 0.1}, {"top_p": 0.9}, {"presence_penalty": 0.5}],
+    ids=str,
+)
+def test_a_nan_anywhere_shows_in_its_row_and_harms_nobody_else(place: slice, changes: dict[str, Any]) -> None:
+    rows = torch.stack([logits_of(2.0).mul(50), logits_of(2.0)])
+    rows[0, place] = torch.nan
+    params = [SamplingOptions(seed=1, **{"temperature": 0.1} | changes), SamplingOptions(seed=2, top_p=0.9)]
     tokens = draw(rows, params).tokens
-    assert 0 <= tokens[0] < VOCABULARY
+    assert undefined_rows(rows, torch.tensor(tokens)).tolist() == [True, False]
     assert tokens[1] == draw(rows[1:], params[1:]).tokens[0]
 
 
