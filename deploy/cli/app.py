@@ -23,6 +23,8 @@ EXAMPLES = (
     'baton chat "What is the capital of France?"',
     "baton up --help",
 )
+ELSEWHERE: Mapping[str, str] = {"serve": "up", "run-batch": "batch", "collect-env": "doctor"}
+"""What vLLM's commands are called here, for a message."""
 PASSED_ON: Mapping[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command that hands everything it does not know, `--help` too, to another program."""
 
@@ -157,6 +159,8 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Loads the command that was typed. For an unknown name TyperGroup ends the program with a suggestion."""
+        if args and (here := ELSEWHERE.get(args[0])) is not None:
+            ctx.fail(f"No such command '{args[0]}'. It is `baton {here}`.")
         name, command, rest = super().resolve_command(ctx, args)
         if name is None or command is None:
             return name, command, rest

@@ -10,15 +10,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from deploy.errors import CommandError
 from services.gateway.core.api_keys import (
     ApiKey,
-    KeyEntry,
     KeyFileError,
     check_name,
+    entry_of,
     entry_text,
     hashed_key,
     read_keys,
@@ -87,10 +86,7 @@ def new_key(path: Path, name: str, fields: dict[str, object]) -> str:
     """Adds a key to the file, which only its owner may read, and returns it. Raises KeyFileError and OSError."""
     secret = PREFIX + secrets.token_urlsafe(KEY_BYTES)
     checked = check_name(name)
-    try:
-        entry = msgspec.convert({"hash": hashed_key(secret.encode()), **fields}, KeyEntry)
-    except msgspec.ValidationError as error:
-        raise KeyFileError(f"keys.{name}: {error}") from None
+    entry = entry_of(name, {"hash": hashed_key(secret.encode()), **fields})
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -207,9 +208,11 @@ def lora(
     url = url.rstrip("/").removesuffix("/v1")
     match action:
         case LoraAction.LIST:
-            for model in listed_models(url, api_key):
-                if model.get("parent") is not None:
-                    print(f"{model['id']:<30} {model['parent']}")
+            adapters = [model for model in listed_models(url, api_key) if model.get("parent") is not None]
+            for model in adapters:
+                print(f"{model['id']:<30} {model['parent']}")
+            if not adapters:
+                print("no adapters", file=sys.stderr)
         case LoraAction.LOAD:
             if adapter is None or folder is None:
                 raise CommandError("baton lora load NAME FOLDER: a name and a folder are expected", status=2)

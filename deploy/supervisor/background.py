@@ -32,7 +32,9 @@ STOP_TIMEOUT = 120.0
 def check_free(run_dir: Path) -> None:
     """Raises CommandError where a stack runs in the folder."""
     if is_held(run_dir):
-        raise CommandError(f"a stack runs in {run_dir} already (baton ps, baton down)")
+        raise CommandError(
+            f"a stack runs already in {run_dir} (baton ps, baton down); a second one needs --name and --port"
+        )
 
 
 def start_in_background(

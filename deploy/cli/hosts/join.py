@@ -146,7 +146,7 @@ def _be_let_in(
     from deploy.supervisor.cluster.join_client import JoinFailed, JoiningHost, find_stack, join_stack
 
     if is_held(run_dir) or read_state(run_dir) is not None:
-        raise CommandError(f"a stack runs in {run_dir} already (baton ps, baton down); join needs another --run-dir")
+        raise CommandError(f"a stack runs already in {run_dir} (baton ps, baton down); join needs another --run-dir")
     try:
         token = JoinToken.read(text)
     except BadToken as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import get_args
@@ -11,6 +11,7 @@ from typing import get_args
 from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
 from deploy.supervisor.launch import EVERY_SERVICE
+from shared.config import ServiceConfig
 from shared.messages.lifecycle import Service
 from shared.settings import Setting, settings_of
 
@@ -28,15 +29,22 @@ def parsed_settings(assignments: Sequence[str]) -> dict[str, dict[str, str]]:
         if dot and service not in get_args(Service):
             raise CommandError(f"--set {assignment}: {service!r} is none of {', '.join(get_args(Service))}", status=2)
         name = key.replace("-", "_")
-        known = settings_of(CONFIGS[service]) if service in CONFIGS else {}
-        if known and name not in known:
-            close = get_close_matches(name, known, 1)
-            meant = f", {service}.{close[0]} is near" if close else ""
+        known = settings_of(CONFIGS.get(service, ServiceConfig) if dot else ServiceConfig)
+        if name not in known and (service in CONFIGS or not dot):
+            meant = _near(service, name, known)
             raise CommandError(f"--set {assignment}: no such setting{meant}; docs/configuration.md has all", status=2)
         if name in known:
             value = _checked(known[name], value, assignment)
         settings[service if dot else EVERY_SERVICE][name] = value
     return dict(settings)
+
+
+def _near(service: str, name: str, known: Iterable[str]) -> str:
+    """What was probably meant, for a message. `service` is empty where the setting was to be that of all."""
+    owner = next((each for each, config in CONFIGS.items() if not service and name in settings_of(config)), None)
+    close = get_close_matches(name, known, 1)
+    meant = f"{owner}.{name}" if owner else f"{service}.{close[0]}".removeprefix(".") if close else None
+    return f", {meant} is near" if meant else ""
 
 
 def _checked(setting: Setting, value: str, assignment: str) -> str:

@@ -184,11 +184,17 @@ def read_keys(text: str) -> list[tuple[str, ApiKey]]:
 
 def _entry(name: str, fields: Any) -> tuple[str, ApiKey]:
     checked = check_name(name)
-    try:
-        entry = msgspec.convert(fields, KeyEntry)
-    except msgspec.ValidationError as error:
-        raise KeyFileError(f"keys.{name}: {error}") from None
+    entry = entry_of(name, fields)
     return entry.hash, entry.key(checked)
+
+
+def entry_of(name: str, fields: Any) -> KeyEntry:
+    """The entry of a key with these fields. Raises KeyFileError."""
+    try:
+        return msgspec.convert(fields, KeyEntry)
+    except msgspec.ValidationError as error:
+        allowed = f"; allowed are {', '.join(SCOPES)}" if "$.scopes" in str(error) else ""
+        raise KeyFileError(f"keys.{name}: {error}{allowed}") from None
 
 
 def entry_text(name: KeyName, entry: KeyEntry) -> str:

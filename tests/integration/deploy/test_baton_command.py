@@ -201,7 +201,7 @@ def test_chat_with_a_gateway_that_does_not_answer_is_one_line(stack: TinyStack) 
 def test_a_second_stack_under_the_same_name_is_refused(stack: TinyStack) -> None:
     error = one_line_error(baton("up", "--model", str(model(stack.run_dir)), run_dir=stack.run_dir))
     assert "runs already" in error
-    assert "already" in one_line_error(baton("up", "--detach", run_dir=stack.run_dir))
+    assert "runs already" in one_line_error(baton("up", "--detach", run_dir=stack.run_dir))
 
 
 def model(folder: Path) -> Path:

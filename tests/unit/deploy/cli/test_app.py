@@ -39,9 +39,10 @@ def test_a_supervisor_in_the_background_carries_nothing_of_the_command_line() ->
     assert not {name.partition(".")[0] for name in said.stdout.split()} & {"typer", "click", "rich", "pydantic"}
 
 
-def test_a_name_that_is_none_is_met_with_what_it_may_have_meant() -> None:
-    with pytest.raises(Exception, match=r"No such command 'pss'.*'ps'"):
-        command_line().main(["pss"], standalone_mode=False)
+@pytest.mark.parametrize(("typed", "meant"), [("pss", "'ps'"), ("serve", "`baton up`"), ("run-batch", "`baton batch`")])
+def test_a_name_that_is_none_is_met_with_what_it_may_have_meant(typed: str, meant: str) -> None:
+    with pytest.raises(Exception, match=f"No such command '{typed}'.*{meant}"):
+        command_line().main([typed], standalone_mode=False)
 
 
 @pytest.mark.parametrize(

@@ -43,5 +43,10 @@ def test_a_value_that_is_not_allowed_is_refused_as_it_was_given(assignment: str,
     assert str(error.value) == f"--set {assignment}: {complaint}"
 
 
+def test_a_setting_that_not_every_service_has_is_refused_with_whose_it_is() -> None:
+    with pytest.raises(CommandError, match=r"--set policy=priority: no such setting, scheduler\.policy is near"):
+        parsed_settings(["policy=priority"])
+
+
 def test_later_settings_win() -> None:
     assert merged({"a": {"k": "1", "l": "1"}}, {"a": {"k": "2"}}) == {"a": {"k": "2", "l": "1"}}
