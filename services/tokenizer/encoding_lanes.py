@@ -20,7 +20,7 @@ MAX_BYTES = 128 * 2**20
 """Long prompts that are being encoded or wait for it. Encoding them takes minutes already, and their clients wait."""
 
 
-class _Lane:
+class _EncodingLane:
     """Threads, and who comes next. What waits for one is a task: cancelled, it leaves nothing behind, as it would in
     the threads' own queue."""
 
@@ -42,8 +42,8 @@ class EncodingLanes:
     def __init__(self, threads: int, forget_words: Callable[[], None] = lambda: None) -> None:
         """`forget_words`: drops what the vocabulary keeps of what it encoded."""
         self._forget_words = forget_words
-        self._long = _Lane(threads, "encode")
-        self._large = _Lane(1, "encode-large")
+        self._long = _EncodingLane(threads, "encode")
+        self._large = _EncodingLane(1, "encode-large")
         self._prompts = self._bytes = 0
         self._grown = False
         """Whether a large prompt has been encoded since memory was given back."""
@@ -67,7 +67,7 @@ class EncodingLanes:
         return f"{self._prompts} long prompts of {self._bytes} bytes wait to be tokenized, which is the limit"
 
     @contextlib.asynccontextmanager
-    async def turn(self, size: int) -> AsyncIterator[_Lane]:
+    async def turn(self, size: int) -> AsyncIterator[_EncodingLane]:
         """Waits until a thread for a prompt of `size` bytes is free, which is the caller's for one `run`."""
         lane = self._long if size <= LARGE_BYTES else self._large
         async with lane.turns:
@@ -78,7 +78,7 @@ class EncodingLanes:
         is on its way."""
         if self._grown and not self._prompts:
             self._grown = False
-            ended, self._large = self._large, _Lane(1, "encode-large")
+            ended, self._large = self._large, _EncodingLane(1, "encode-large")
             self._large.threads.submit(self._give_back, ended.threads)
 
     def _give_back(self, ended: ThreadPoolExecutor) -> None:
