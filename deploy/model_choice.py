@@ -15,10 +15,10 @@ from deploy.errors import CommandError
 from services.worker.measure.roofline.wire import shape_file, shape_names
 from shared.config import cache_folder
 from shared.ids import ModelName
+from shared.machine.home import expanded
 from shared.models.gguf_header import GgufError, check_gguf
 from shared.models.hub_download import HubModel
 from shared.models.model_files import ModelNotFound, hub_gguf, is_gguf, resolve_model
-from shared.private_files import expanded
 
 DEMO_MODEL = Path(__file__).with_name("demo") / "model"
 DEMO_NAME = "baton-demo"

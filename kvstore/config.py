@@ -10,8 +10,8 @@ from msgspec import Meta
 from shared.addresses import is_loopback
 from shared.config import ServiceConfig
 from shared.ids import NodeId
+from shared.machine.home import expanded
 from shared.machine.numa import NumaMode
-from shared.private_files import expanded
 from shared.settings import ByteSize, ContainerVariable, Port, UpOption
 
 

@@ -11,7 +11,7 @@ from kvstore.tiers.plugin_tier import PluginRefused, plugin_tier
 from kvstore.tiers.segment_files import FolderRefused
 from kvstore.tiers.ssd_tier import SsdTier
 from kvstore.transfer.interface import BlockLender, CannotListen
-from shared.private_files import expanded
+from shared.machine.home import expanded
 
 if TYPE_CHECKING:
     from kvstore.tiers.peer_nodes import PeerNodes

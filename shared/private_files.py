@@ -1,5 +1,4 @@
-"""Files that only their owner may read: prompts, answers, keys and passwords stand in journals, logs and state; and the
-home of that owner."""
+"""Files that only their owner may read: prompts, answers, keys and passwords stand in journals, logs and state."""
 
 from __future__ import annotations
 
@@ -41,16 +40,3 @@ def replace_private(path: Path, content: bytes) -> None:
     except OSError:
         Path(new).unlink(missing_ok=True)
         raise
-
-
-class NoHome(ValueError):
-    """A path begins with `~`, and there is nothing that this could stand for."""
-
-
-def expanded(path: str | Path) -> Path:
-    """The path with its `~` or `~USER` replaced. Raises NoHome."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        why = "there is no home that ~ could stand for (no HOME, no line in /etc/passwd)"
-        raise NoHome(f"{str(path)!r}: {why}; allowed: a path without it, or HOME=DIR") from None

@@ -22,7 +22,7 @@ from deploy.supervisor.log_files import log_files
 from deploy.supervisor.orphans import end_stack
 from deploy.supervisor.processes import ProcessIdentity, start_time
 from deploy.supervisor.state_file import MemberRecord, StackState, read_state
-from shared.private_files import expanded
+from shared.machine.home import expanded
 
 SUPERVISOR = "supervisor"
 ORPHAN_TIMEOUT = "--orphan-timeout=60"

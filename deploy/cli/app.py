@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from deploy.cli import end_at_once, raise_interrupt
 from deploy.errors import CommandError
-from shared.private_files import NoHome
+from shared.machine.home import NoHome
 
 RUN, USE, WATCH, OPERATE = "Run", "Use", "Watch and diagnose", "Operate"
 MEASURE, DEBUG = "Measure and size", "Develop"

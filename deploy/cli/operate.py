@@ -29,7 +29,7 @@ from deploy.launchers import PoolChange
 from deploy.launchers.supervisor_launcher import SupervisorLauncher
 from deploy.supervisor.core.plan import SCALABLE
 from deploy.supervisor.operator_bus import ask_admin
-from shared.private_files import expanded
+from shared.machine.home import expanded
 
 
 def down(

@@ -10,7 +10,7 @@ import typer
 from deploy.errors import CommandError
 from deploy.supervisor.state_file import StackState, default_run_dir, is_held, read_state
 from shared.config import home_folder
-from shared.private_files import expanded
+from shared.machine.home import expanded
 
 Name = Annotated[str, typer.Option("--name", help="Name of the stack.", envvar="BATON_NAME")]
 RunDir = Annotated[

@@ -23,9 +23,10 @@ from deploy.supervisor.core.plan import Pool, ProcessSpec, Scalable
 from deploy.supervisor.processes import ProcessIdentity, start_time
 from deploy.supervisor.spec import StackSpec
 from shared.ids import EngineId, InstanceId, ModelName
+from shared.machine.home import expanded
 from shared.messages.lifecycle import Service
 from shared.packing import NOT_DECODED
-from shared.private_files import expanded, private_opener, replace_private
+from shared.private_files import private_opener, replace_private
 from shared.supervision import supervisor_lives
 
 STATE = "state.json"

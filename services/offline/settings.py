@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import msgspec
@@ -15,12 +13,12 @@ from services.detokenizer.config import DetokenizerConfig
 from services.encoder.config import EncoderConfig
 from services.gateway.config import GatewayConfig
 from services.offline.errors import InvalidRequest
+from services.offline.rendezvous import new_rendezvous
 from services.scheduler.config import SchedulerConfig
 from services.tokenizer.config import TokenizerConfig
 from services.worker.config import WorkerConfig
-from shared.addresses import rendezvous_file
 from shared.config import ConfigError, ServiceConfig, load_config
-from shared.private_files import expanded
+from shared.machine.home import expanded
 
 C = TypeVar("C", bound=ServiceConfig)
 
@@ -112,7 +110,7 @@ def service_configs(
         "world_size": world_size,
         "pp": sizes["pipeline_parallel_size"],
         "prefill_context_parallel_size": sizes["prefill_context_parallel_size"],
-        "rendezvous": rendezvous_file(Path(tempfile.gettempdir()), "baton") if world_size > 1 else None,
+        "rendezvous": new_rendezvous() if world_size > 1 else None,
     }
     scheduler = {
         "max_running": given.get("max_num_seqs"),

@@ -26,10 +26,10 @@ from shared.config import load_or_exit
 from shared.error_groups import innermost
 from shared.machine.file_pages import release_file_pages
 from shared.machine.heap import give_back_freed_memory
+from shared.machine.home import expanded
 from shared.machine.numa import allowed_cpus
 from shared.messages.worker import SleepLevel
 from shared.models.lora_registry import LoraRegistry
-from shared.private_files import expanded
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from services.worker.parallel_config import ParallelConfig
 from services.worker.rank_identity import RankIdentity
 from services.worker.speculation.settings import SpeculationSettings, check_supported, read_speculation
 from shared.ids import EngineId, Incarnation, ModelName
+from shared.machine.home import expanded
 from shared.machine.numa import NumaMode
 from shared.messages.model_card import SamplingDefaults
 from shared.models.generation_config import GenerationConfigError, read_override, read_sampling_defaults
-from shared.private_files import expanded
 from shared.settings import ByteSize, ContainerVariable, UpOption
 
 

@@ -11,7 +11,7 @@ from services.worker.config import WorkerConfig
 from services.worker.executor.backend_choice import make_backend  # noqa: F401
 from services.worker.models.weight_files import read_ahead
 from shared.config import load_config
-from shared.private_files import expanded
+from shared.machine.home import expanded
 
 
 def preload(flags: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from shared.machine.home import expanded
 from shared.messages.model_card import SamplingDefaults
-from shared.private_files import expanded
 
 FILE = "generation_config.json"
 OWN, NEUTRAL = "auto", "vllm"

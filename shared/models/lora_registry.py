@@ -16,7 +16,8 @@ import msgspec
 from msgspec import Struct
 
 from shared.ids import ModelName
-from shared.private_files import expanded, replace_private
+from shared.machine.home import expanded
+from shared.private_files import replace_private
 
 MAX_REGISTERED_LORAS = 256
 """Adapters of one engine: each of its heartbeats names them all."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shared.machine.home import expanded
 from shared.models.hub_download import HubModel, Say, fetched, hub_errors, listed
-from shared.private_files import expanded
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 EXPECTED = (

@@ -20,7 +20,8 @@ from deploy.cli.chat.conversation import Chat
 from deploy.cli.chat.markdown import show_markdown
 from deploy.errors import CommandError
 from shared.config import home_folder, process_environment
-from shared.private_files import PRIVATE_FOLDER, expanded, private_opener
+from shared.machine.home import expanded
+from shared.private_files import PRIVATE_FOLDER, private_opener
 
 KEYS = "Enter sends, Alt-Enter begins a new line, Ctrl-C breaks an answer off, Ctrl-D ends; /help says what else."
 HELP = """\

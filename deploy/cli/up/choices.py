@@ -55,8 +55,8 @@ from services.worker.platforms.names import check_device_name
 from services.worker.speculation.settings import SpeculationError, check_supported, read_speculation
 from shared.config import ConfigError, ServiceConfig, load_config, process_environment
 from shared.ids import ModelName
+from shared.machine.home import expanded
 from shared.plugins.entry_points import PluginError
-from shared.private_files import expanded
 from shared.settings import settings_of
 
 _Part = TypeVar("_Part", StackSpec, ModelSpec)

@@ -17,7 +17,7 @@ from deploy.cli.up.options import Detach, StackAssignments, offers, with_options
 from deploy.errors import CommandError
 from deploy.supervisor.background import check_free, start_in_background
 from shared.config import process_environment, replace_environment
-from shared.private_files import expanded
+from shared.machine.home import expanded
 
 
 def up(

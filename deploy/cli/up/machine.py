@@ -11,9 +11,9 @@ from deploy.errors import CommandError
 from deploy.supervisor.settings import StackSettings
 from shared.config import process_environment
 from shared.machine.gpu_topology import GpuTopology, TopologyError, parse_matrix
+from shared.machine.home import expanded
 from shared.machine.numa import allowed_cpus, compute_nodes, read_nodes
 from shared.machine.nvml import read_topology
-from shared.private_files import expanded
 
 Settings = Mapping[str, Mapping[str, str]]
 

@@ -12,7 +12,7 @@ from deploy.supervisor.core.plan import name_prefix
 from deploy.supervisor.settings import SIZE, StackSettings
 from deploy.supervisor.spec import ModelSpec
 from shared.ids import ModelName
-from shared.private_files import expanded
+from shared.machine.home import expanded
 from shared.settings import settings_of
 
 SERVICES_OF_A_MODEL = frozenset({"tokenizer", "encoder", "detokenizer", "scheduler", "worker"})

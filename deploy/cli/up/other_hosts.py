@@ -13,7 +13,7 @@ from deploy.supervisor.spec import ClusterSpec, HostsSpec, TlsFiles
 from shared.addresses import is_loopback, is_private
 from shared.config import process_environment
 from shared.ids import NodeId
-from shared.private_files import expanded
+from shared.machine.home import expanded
 
 MIN_TOKEN_LENGTH = 16
 

@@ -17,7 +17,7 @@ from deploy.supervisor.servers.arenas import default_memory, fits, free_memory
 from deploy.supervisor.spec import EmbeddedRedis, OutsideRedis, StackSpec, StoreSpec
 from deploy.supervisor.state_file import shared_memory
 from shared.ids import NodeId, checked_instance
-from shared.private_files import expanded
+from shared.machine.home import expanded
 from shared.settings import parse_bytes
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import msgspec
 from msgspec import Struct
 
-from shared.private_files import expanded
+from shared.machine.home import expanded
 
 Method = Literal["ngram", "suffix", "draft", "medusa", "eagle", "eagle3", "mtp"]
 

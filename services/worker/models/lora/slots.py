@@ -31,9 +31,9 @@ from services.worker.ops.interface import BatchMeta
 from services.worker.ops.low_rank import AdapterRows, AdapterSpan
 from services.worker.ops.transfer import to_device
 from shared.ids import LoraId, ModelName
+from shared.machine.home import NoHome, expanded
 from shared.messages.model_card import LoraCard
 from shared.models.lora_registry import MAX_REGISTERED_LORAS, AdapterRefused
-from shared.private_files import NoHome, expanded
 
 NO_ADAPTER = -1
 

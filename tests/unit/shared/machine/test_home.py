@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.private_files import NoHome, expanded
+from shared.machine.home import NoHome, expanded
 from tests.support.paths import REPOSITORY
 
 
