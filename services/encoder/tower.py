@@ -32,7 +32,7 @@ DTYPES: dict[EmbeddingDtype, torch.dtype] = {
 _LANGUAGE_MODELS = ("language_model.", "text_model.", "lm_head.")
 _LOADED_WHOLE = ("lighton_ocr",)
 """By `model_type`, those of which the library finds no tensors but with their head."""
-_COUNT_FRAMES = ("glm4v", "glm4v_moe", "glm46v")
+_COUNT_FRAMES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
 """By `model_type`, those whose bounds are of all frames that a patch is deep, though an image is the same in each."""
 _ONE_AXIS = ("lfm3_vl", "video_llama_3")
 """By `model_type`, those whose tokens of images have positions as those of texts, though their patches lie in grids."""

@@ -14,6 +14,7 @@ from shared.models.image_models import (
     GLM4V,
     GLM4V_MOE,
     GLM46V,
+    GLM_OCR,
     LLAVA_ONEVISION,
     QWEN3_5,
     QWEN3_OMNI,
@@ -26,10 +27,15 @@ from shared.models.processor_files import known_processor
 _QWEN2 = "Qwen2VLForConditionalGeneration"
 _QWEN2_5 = "Qwen2_5_VLForConditionalGeneration"
 _QWEN3 = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", *QWEN3_5)
-_GLM = (GLM4V, GLM4V_MOE, GLM46V)
+_PACED = (GLM46V, GLM_OCR)
+_GLM = (GLM4V, GLM4V_MOE, *_PACED)
 _QWEN_FRAME = "<{time:.1f} seconds>{rows}"
 _GEMMA_FRAME = " {clock} {rows}"
-_GLM_FRAMES = {GLM4V: "{rows}{second}", GLM4V_MOE: "{rows}{second}", GLM46V: "{rows}{time:.1f} seconds"}
+_GLM_FRAMES = {
+    GLM4V: "{rows}{second}",
+    GLM4V_MOE: "{rows}{second}",
+    **dict.fromkeys(_PACED, "{rows}{time:.1f} seconds"),
+}
 _GLM_SECONDS = 300.0
 """That a video of GLM's is looked at, where no file says."""
 _SHARES = 32
@@ -79,8 +85,8 @@ class _RawSize(Struct):
 
 class _RawModel(Struct):
     architectures: tuple[str, ...] = ()
-    image_start_token_id: int = 151_339
-    image_end_token_id: int = 151_340
+    image_start_token_id: int | None = None
+    image_end_token_id: int | None = None
     boi_token_id: int = 255_999
     eoi_token_id: int = 258_882
     video_token_id: int | None = None
@@ -116,7 +122,7 @@ def read_video_model(folder: Path) -> VideoModel | None:
     if GEMMA4 in named:
         most = _bounded(processor.num_frames or _SHARES)
         return VideoModel(max_frames=most, sampling="shares", together=1, timed=True, stamp="first")
-    if GLM46V in named:
+    if _is(named, _PACED):
         return VideoModel(sampling="paces", timed=True, stamp="first")
     if _is(named, _GLM):
         most = _bounded(_said(processor.max_duration, _GLM_SECONDS) * fps)
@@ -145,7 +151,9 @@ def read_video_tokens(folder: Path) -> VideoTokens | None:
         assert images is not None, "they take images, too"
         first = images.token_id
         video = first + 1 if raw.video_token_id is None else raw.video_token_id
-        return VideoTokens(video, first, raw.image_start_token_id, raw.image_end_token_id, frame)
+        own = 59_256 if GLM_OCR in named else 151_339
+        start, end = _said(raw.image_start_token_id, own), _said(raw.image_end_token_id, own + 1)
+        return VideoTokens(video, first, start, end, frame)
     if GEMMA4 in named:
         video = _said(raw.video_token_id, 258_884)
         return VideoTokens(video, video, raw.boi_token_id, raw.eoi_token_id, _GEMMA_FRAME)

@@ -12,6 +12,7 @@ from services.offline.requests import SamplingParams
 from tests.support.models.tiny_gemma4 import make_gemma4_model
 from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import ImageModel, image_part, picture, text_part
+from tests.support.models.tiny_ocr import make_ocr_model
 from tests.support.models.tiny_onevision import make_onevision_model
 from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.models.tiny_videos import VideoReference, noise, shown_with_videos, video, video_part
@@ -25,12 +26,26 @@ def make_model(folder: Path, kind: str) -> ImageModel:
         return make_onevision_model(folder)
     if kind.startswith("gemma4"):
         return make_gemma4_model(folder, "large" if kind == "gemma4-large" else "small")
+    if kind == "glm-ocr":
+        return make_ocr_model(folder, kind)
     return make_qwen_model(folder, kind) if kind.startswith("qwen") else make_glm_model(folder, kind)
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["qwen2", "qwen2.5", "qwen3", "qwen3.5", "glm4v", "glm4v-moe", "glm46v", "onevision", "gemma4", "gemma4-large"],
+    [
+        "qwen2",
+        "qwen2.5",
+        "qwen3",
+        "qwen3.5",
+        "glm4v",
+        "glm4v-moe",
+        "glm46v",
+        "glm-ocr",
+        "onevision",
+        "gemma4",
+        "gemma4-large",
+    ],
 )
 def test_chats_with_videos_say_what_the_library_says(tmp_path: Path, kind: str) -> None:
     model = make_model(tmp_path, kind)

@@ -3,9 +3,11 @@ same weights."""
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -13,6 +15,7 @@ import transformers
 from transformers import (
     AutoTokenizer,
     Glm46VImageProcessorPil,
+    Glm46VProcessor,
     GotOcr2ImageProcessorPil,
     PaddleOCRVLImageProcessorPil,
     PaddleOCRVLProcessor,
@@ -105,7 +108,12 @@ def _glm(folder: Path) -> ImageModel:
     reference: Any = transformers.GlmOcrForConditionalGeneration(config)
     sizes: Any = {"size": {"shortest_edge": 2 * MIN_PIXELS, "longest_edge": 2 * MAX_PIXELS}, "patch_size": PATCH}
     images = Glm46VImageProcessorPil(**sizes)
-    return _written(folder, reference, images, _Processor(images, tokenizer, chat_template=TEMPLATE))
+    processor = _Processor(images, tokenizer, chat_template=TEMPLATE)
+    processor.replace_frame_token_id = MethodType(Glm46VProcessor.replace_frame_token_id, processor)
+    bounds = {"shortest_edge": 8 * SIDE**2, "longest_edge": 72 * SIDE**2}
+    written = _written(folder, reference, images, processor)
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": bounds}))
+    return written
 
 
 def _paddle(folder: Path) -> ImageModel:

@@ -96,7 +96,7 @@ class _Prepared(NamedTuple):
 class _VideoProcessor:
     """Stands for the library's processor of videos, which asks for torchvision."""
 
-    merge_size = MERGED
+    merge_size, temporal_patch_size = MERGED, 2
     model_input_names = ("pixel_values_videos", "video_grid_thw")
 
     def __init__(self, made: list[_Prepared]) -> None:
@@ -112,6 +112,18 @@ class _VideoProcessor:
             "video_grid_thw": torch.tensor([each.grid for each in self._made]),
             "video_metadata": seen,
         }
+
+
+class _Qwen3Processor(Qwen3VLProcessor):
+    """Without the processor of videos, which asks for torchvision."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        super().__init__(image_processor, tokenizer, cast("Any", None))
+
+    def create_mm_token_type_ids(self, input_ids: Any) -> list[list[int]]:
+        """As the library's, which makes arrays of tensors in a way that NumPy warns of."""
+        kinds: list[list[int]] = super().create_mm_token_type_ids(torch.as_tensor(input_ids).tolist())
+        return kinds
 
 
 def _as_images(inputs: dict[str, Any], text: str) -> dict[str, Any]:
@@ -158,9 +170,13 @@ class VideoReference:
         text = processor.apply_chat_template(shown_with_videos(messages), add_generation_prompt=True)
         made = [self._prepared(each) for each in videos]
         if not self._qwen:
-            return self._processed(text, images, made)
-        whole = f"{START}{VIDEO_PAD}{END}" if self._timed else VIDEO_PAD
-        first, *behind = text.split(whole)
+            return self._processed(processor, text, images, made)
+        if self._timed:
+            # release 5.24 leaves the template's marks around those of frames, which those before the fifth took away
+            text = text.replace(f"{START}{VIDEO_PAD}{END}", VIDEO_PAD)
+            timed = _Qwen3Processor(processor.image_processor, processor.tokenizer)
+            return self._processed(timed, text, images, made)
+        first, *behind = text.split(VIDEO_PAD)
         for each, part in zip(made, behind, strict=True):
             first += each.text + part
         loaded = [Image.open(io.BytesIO(each)).convert("RGB") for each in images]
@@ -174,9 +190,8 @@ class VideoReference:
             inputs["second_per_grid_ts"] = torch.tensor([each.shape.seconds_of_two for each in made])
         return inputs
 
-    def _processed(self, text: str, images: list[bytes], made: list[_Prepared]) -> dict[str, Any]:
+    def _processed(self, processor: Any, text: str, images: list[bytes], made: list[_Prepared]) -> dict[str, Any]:
         """By the library's processor of chats, given what that of videos would make."""
-        processor = self._model.processor
         seen = [(each.patches, each.shape.times) for each in made]
         processor.video_processor = GemmaVideos(seen) if self._gemma else _VideoProcessor(made)
         loaded: Any = [Image.open(io.BytesIO(each)).convert("RGB") for each in images]
@@ -215,13 +230,5 @@ class VideoReference:
             return _Prepared(pixels, [], "", shape)
         patchify: Any = Qwen3VLVideoProcessor.patchify  # of all kinds the same
         patches, *grid = patchify(None, pixels[None], PATCH, MERGED, 2)
-        return _Prepared(patches[0], grid, self._text(grid, shape) if self._qwen else "", shape)
-
-    def _text(self, grid: list[int], shape: VideoShape) -> str:
-        frames, rows = grid[0], grid[1] * grid[2] // MERGED**2
-        if not self._timed:
-            return frames * rows * VIDEO_PAD
-        times: Any = Qwen3VLProcessor._calculate_timestamps
-        return "".join(
-            f"<{time:.1f} seconds>{START}{rows * VIDEO_PAD}{END}" for time in times(None, list(shape.times), 1.0)
-        )
+        written = grid[0] * (grid[1] * grid[2] // MERGED**2) * VIDEO_PAD if self._qwen else ""
+        return _Prepared(patches[0], grid, written, shape)

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import GlmOcrConfig
 
 from shared.messages.encoder import MAX_FRAMES
-from shared.models.video_models import read_video_model
+from shared.models.video_models import read_video_model, read_video_tokens
 
 MODELS = (
     "Qwen2_5_VLForConditionalGeneration",
@@ -56,3 +57,11 @@ def test_as_many_are_looked_at_as_they_say(
     video = read_video_model(written(tmp_path, architecture, said))
     assert video is not None
     assert video.max_frames == most
+
+
+def test_marks_of_frames_are_the_librarys_where_no_file_says(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GlmOcrForConditionalGeneration"]}')
+    tokens, own = read_video_tokens(tmp_path), GlmOcrConfig()
+    assert tokens is not None
+    marks = (own.video_token_id, own.image_token_id, own.image_start_token_id, own.image_end_token_id)
+    assert (tokens.video, tokens.row, tokens.start, tokens.end) == marks
