@@ -152,8 +152,8 @@ def read_video_tokens(folder: Path) -> VideoTokens | None:
         first = images.token_id
         video = first + 1 if raw.video_token_id is None else raw.video_token_id
         own = 59_256 if GLM_OCR in named else 151_339
-        start, end = _said(raw.image_start_token_id, own), _said(raw.image_end_token_id, own + 1)
-        return VideoTokens(video, first, start, end, frame)
+        around = _said(raw.image_start_token_id, own), _said(raw.image_end_token_id, own + 1)
+        return VideoTokens(video, first, *around, frame)
     if GEMMA4 in named:
         video = _said(raw.video_token_id, 258_884)
         return VideoTokens(video, video, raw.boi_token_id, raw.eoi_token_id, _GEMMA_FRAME)

@@ -91,6 +91,13 @@ class ModelDescription(Protocol):
         """Its weights."""
 
 
+class PositionSteps(Struct, frozen=True):
+    """What queries are multiplied by at a position p: 1 + beta · ln(1 + ⌊p / length⌋)."""
+
+    beta: float
+    length: int
+
+
 class ResidualScales(Struct, frozen=True, omit_defaults=True):
     """What the residual, and an output that joins it, are multiplied by before they are added up (MiniMax)."""
 
@@ -221,6 +228,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     rope_axes: tuple[int, ...] = ()
     """Of each frequency of the rotation, head_dim / 2: which of a token's three positions it goes by (m-RoPE). None:
     tokens have one position."""
+    query_steps: PositionSteps | None = None
+    """By what queries grow with the position, once they are rotated (Ministral 3, Mistral Small 4)."""
     input_levels: int = 0
     """Rows of images have so many parts behind the one that stands for the embedding: the first is added to the row
     behind the first layer, the second behind the second (Qwen3-VL's DeepStack, arXiv:2406.04334)."""

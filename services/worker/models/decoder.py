@@ -358,7 +358,7 @@ class Decoder:
         if layer.mixer is not None:
             return self._states.mixed(layer, self._inputs(layer, x), x, meta, cache)
         if self._latent is not None:
-            return self._latent.queries(layer, x, meta, cache)
+            return self._grown(self._latent.queries(layer, x, meta, cache), meta)
         queries = self._ops.rope_and_store(
             self._inputs(layer, x),
             meta,
@@ -370,8 +370,15 @@ class Decoder:
             eps=self._config.norm_eps,
         )
         if layer.gate is None:
-            return queries
+            return self._grown(queries, meta)
         return torch.stack((queries, self._ops.linear(x, layer.gate).view(queries.shape)))
+
+    def _grown(self, queries: Tensor, meta: BatchMeta) -> Tensor:
+        """queries [n, H, D] by their positions; see `ModelConfig.query_steps`."""
+        if (steps := self._config.query_steps) is None:
+            return queries
+        scale = 1 + steps.beta * torch.log1p(torch.floor(meta.positions / steps.length))
+        return queries * scale[:, None, None].to(queries.dtype)
 
     def _inputs(self, layer: LayerWeights, x: Tensor) -> Tensor:
         """x [n, hidden] → what a mixer begins with."""

@@ -297,17 +297,18 @@ def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | Eagle3Inputs | None = None
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for a share of the experts,
-    attention and mixers that the library does not know, sparse attention, gates of elements of latent attention and
-    queries that grow with the position there, drafters' layers with that, post norms among multipliers, layers that
-    norm what they give alone, layer norms, shared blocks, rows that skip layers or go through them again.
+    attention and mixers that the library does not know, sparse attention, gates of elements of latent attention,
+    drafters' layers with that, queries that grow with the position, post norms among multipliers, layers that norm what
+    they give alone, layer norms, shared blocks, rows that skip layers or go through them again.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps):
         return None
     if config.latent is not None and (eagle is not None or config.latent.rope_dim > MAX_HEAD_DIM):
         return None
-    latent = config.latent
-    if latent is not None and (latent.index is not None or latent.gates == "elements" or latent.steps is not None):
+    if config.latent is not None and (config.latent.index is not None or config.latent.gates == "elements"):
+        return None
+    if config.query_steps is not None:
         return None
     if any(layer.mixer is not None and described_mixer(layer.mixer) is None for layer in weights.layers):
         return None

@@ -97,18 +97,6 @@ class PositionScale(NamedTuple):
         return torch.addcmul(self.bias, logarithms, self.weight).unsqueeze(2)
 
 
-class StepScale(NamedTuple):
-    """What the queries of all heads are multiplied by: see `PositionSteps`."""
-
-    beta: float
-    length: int
-
-    def of(self, positions: Tensor) -> Tensor:
-        """positions [n] → [n, 1, 1]."""
-        steps = torch.floor(positions / self.length)
-        return (1 + self.beta * torch.log(1 + steps))[:, None, None]
-
-
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
     """What latent attention has beside the usual one's weights, for one rank's heads."""
@@ -128,7 +116,7 @@ class LatentWeights:
     """Else `keys_up` has all elements of a query, and the shared key is zeros."""
     latents: Literal["own", "lent", "borrowed"] = "own"
     """Whether layers behind it, with `rotated` as this has it, attend to its latents, or it to those of such a one."""
-    by_position: PositionScale | StepScale | None = None
+    by_position: PositionScale | None = None
     """What its heads' queries are multiplied by; None: nothing."""
 
 

@@ -29,6 +29,7 @@ IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
     "minicpm": make_minicpm_model,
     "video-llama3": make_video_llama_model,
     "deepseek-ocr2": make_deepseek_ocr_model,
+    "ministral3": partial(make_pixtral_model, kind="ministral3"),
     "mistral4": partial(make_pixtral_model, kind="mistral4", seed=1),
     **{kind: partial(make_ocr_model, kind=kind) for kind in ("glm-ocr", "paddle-ocr", "lighton-ocr", "qianfan-ocr")},
 }

@@ -12,6 +12,7 @@ from transformers import (
     AutoTokenizer,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Ministral3Config,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Mistral4Config,
@@ -24,7 +25,7 @@ from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_towers import TEXT, tower
 from tests.support.paths import DEMO_MODEL
 
-PixtralKind = Literal["mistral3", "mistral4", "llava"]
+PixtralKind = Literal["mistral3", "ministral3", "mistral4", "llava"]
 PATCH, MAX_SIDE = 14, 280
 IMAGE, BREAK, END = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
 
@@ -65,6 +66,10 @@ _MISTRAL4: dict[str, Any] = {
         "llama_4_scaling_beta": 0.5,
     },
 }
+_LANGUAGE_MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mistral4": (Mistral4Config, _MISTRAL4),
+    "ministral3": (Ministral3Config, {**_TEXT, "rope_parameters": _MISTRAL4["rope_parameters"]}),
+}
 
 
 def library_processor() -> Any:
@@ -81,10 +86,10 @@ def make_pixtral_model(folder: Path, kind: PixtralKind = "mistral3", seed: int =
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE, BREAK, END, "[INST]", "[/INST]"]})
     tokenizer.chat_template = TEMPLATE
     merged = 1 if kind == "llava" else 2
-    texts: Any = Mistral4Config if kind == "mistral4" else MistralConfig
+    texts, sizes = _LANGUAGE_MODELS.get(kind, (MistralConfig, _TEXT))
     parts: dict[str, Any] = {
         "vision_config": PixtralVisionConfig(**_TOWER),
-        "text_config": texts(vocab_size=len(tokenizer), **(_MISTRAL4 if kind == "mistral4" else _TEXT)),
+        "text_config": texts(vocab_size=len(tokenizer), **sizes),
         "image_token_index": tokenizer.convert_tokens_to_ids(IMAGE),
         "vision_feature_layer": -1,
         "tie_word_embeddings": False,

@@ -50,13 +50,6 @@ class IndexConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.dim * (1 if self.pool == 1 else 2)
 
 
-class PositionSteps(Struct, frozen=True):
-    """What queries are multiplied by at a position p: 1 + beta · ln(1 + ⌊p / length⌋), as Mistral Small 4's are."""
-
-    beta: float
-    length: int
-
-
 class BlockIndexConfig(Struct, frozen=True):
     """An indexer that chooses blocks of keys for each key/value head (MiniMax-M3), of usual attention."""
 
@@ -111,8 +104,6 @@ class LatentConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     by_position: bool = False
     """A head's queries are multiplied by a number that grows with the logarithm of the position, by two numbers of the
     head."""
-    steps: PositionSteps | None = None
-    """By what the queries of all heads grow with the position; None: they do not."""
     learned_frequencies: bool = False
     """The checkpoint has the logarithm of what each frequency of the rotation is multiplied by."""
 

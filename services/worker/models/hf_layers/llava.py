@@ -35,7 +35,11 @@ LANGUAGE_MODELS = {
 """The language models that are read in LLaVA, LLaVA-NeXT and those that have tiles, by `model_type`."""
 _OWN_MODELS = {
     GEMMA: {"gemma3_text": "Gemma3ForCausalLM"},
-    MISTRAL3: {"mistral": "MistralForCausalLM", "mistral4": "Mistral4ForCausalLM"},
+    MISTRAL3: {
+        "mistral": "MistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+        "mistral4": "Mistral4ForCausalLM",
+    },
     LLAVA_ONEVISION: {"qwen2": "Qwen2ForCausalLM"},
     OVIS2: {"qwen2": "Qwen2ForCausalLM"},
     MINICPM_V: {"qwen3_5_text": "Qwen3_5ForCausalLM"},

@@ -12,7 +12,7 @@ from services.worker.models.config import ModelConfig
 from services.worker.models.hf_layers.latent import IndexConfig, LatentConfig
 from services.worker.models.hf_layers.tensor_names import tensor_names
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader, permuted
-from services.worker.models.weights import IndexWeights, LatentWeights, PositionScale, StepScale
+from services.worker.models.weights import IndexWeights, LatentWeights, PositionScale
 from services.worker.ops.interface import Ops, PackedLinear
 
 
@@ -93,14 +93,8 @@ class LatentLoader(NamedTuple):
             index=None if latent.index is None or self.layer in latent.index.shared else self._index(latent.index),
             rotated=self.layer not in latent.unrotated,
             latents="borrowed" if latent.borrows(self.layer) else "lent" if latent.lends(self.layer) else "own",
-            by_position=self._scale(),
+            by_position=self._by_position(self.name, (first, last)) if latent.by_position else None,
         )
-
-    def _scale(self) -> PositionScale | StepScale | None:
-        """Of the queries of these heads."""
-        if (steps := self.latent.steps) is not None:
-            return StepScale(steps.beta, steps.length)
-        return self._by_position(self.name, self.heads) if self.latent.by_position else None
 
     def _index(self, index: IndexConfig) -> IndexWeights:
         """Never rounded beyond what the checkpoint is: it only chooses, as routers do."""

@@ -24,7 +24,7 @@ from services.worker.models.published.jais import JAIS, jais
 from services.worker.models.published.layout import Published
 from services.worker.models.published.minimax import MINIMAX_M3, minimax_m3
 from services.worker.models.published.mistral_large import MISTRAL_LARGE_4, mistral_large
-from services.worker.models.published.mistral_small import MISTRAL_4, mistral_small
+from services.worker.models.published.mistral_small import MINISTRAL_3, MISTRAL_4, ministral, mistral_small
 from services.worker.models.published.mixtures import (
     all_mixing,
     bailing,
@@ -428,6 +428,7 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     HY4: hy4,
     GLM_NEXT: glm_next,
     MISTRAL_LARGE_4: mistral_large,
+    MINISTRAL_3: ministral,
     MISTRAL_4: mistral_small,
 }
 """Who reads the configuration of which architecture."""

@@ -1,5 +1,5 @@
-"""What configs say of MiniMax-M3, HY4, Mistral Large 4, Mistral Small 4, DeepSeek-OCR 2 and GLM-5-Next, as published
-files have it and as transformers 5 does."""
+"""What configs say of MiniMax-M3, HY4, Mistral Large 4, Mistral Small 4, Ministral 3, DeepSeek-OCR 2 and GLM-5-Next, as
+published files have it and as transformers 5 does."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ import pytest
 from transformers import Glm5NextTextConfig
 
 from services.worker.backend import BackendError
-from services.worker.models.config import BlockIndexConfig, DeltaConfig, HyperConnections, Mixture, ModelError
+from services.worker.models.config import (
+    BlockIndexConfig,
+    DeltaConfig,
+    HyperConnections,
+    Mixture,
+    ModelError,
+    PositionSteps,
+)
 from services.worker.models.hf_config import is_native, read_model_config
-from services.worker.models.hf_layers.latent import PositionSteps
 from services.worker.models.published import glm_next, hunyuan, minimax, mistral_large
 from services.worker.sim.shape import read_shape
 from tests.support.models.config_files import assert_refused, read, write
@@ -239,7 +245,7 @@ def test_mistral_small_is_a_deepseek_v3_whose_queries_grow(tmp_path: Path) -> No
     latent, mixture = config.latent, config.mixture
     assert latent is not None
     assert (latent.q_rank, latent.kv_rank, latent.query_dim, latent.interleaved) == (1024, 256, 128, True)
-    assert latent.steps == PositionSteps(beta=0.1, length=8192)
+    assert config.query_steps == PositionSteps(beta=0.1, length=8192)
     assert mixture == Mixture(
         experts=128, chosen=4, intermediate_size=2048, renormalised=True, shared_size=2048, shared_gated=False
     )
@@ -249,6 +255,16 @@ def test_mistral_small_is_a_deepseek_v3_whose_queries_grow(tmp_path: Path) -> No
     without = read(tmp_path, SMALL, q_lora_rank=None).latent
     assert without is not None
     assert without.q_rank is None
+
+
+def test_ministral_is_a_mistral_whose_queries_grow(tmp_path: Path) -> None:
+    config = read(tmp_path, {"architectures": ["Ministral3ForCausalLM"]})
+    assert is_native(tmp_path)
+    assert config.query_steps == PositionSteps(beta=0.1, length=16_384)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale) == (32, 8, 128, 128**-0.5)
+    assert (config.max_positions, config.vocab_size, config.qkv_bias) == (262_144, 131_072, False)
+    assert {layer.window for layer in config.layers} == {None}
+    assert len(config.layers) == 34
 
 
 @pytest.mark.parametrize(
