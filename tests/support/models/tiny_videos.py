@@ -172,7 +172,7 @@ class VideoReference:
         if not self._qwen:
             return self._processed(processor, text, images, made)
         if self._timed:
-            # release 5.24 leaves the template's marks around those of frames, which those before the fifth took away
+            # release 5.24 leaves the template's marks around those of frames, which earlier ones took away
             text = text.replace(f"{START}{VIDEO_PAD}{END}", VIDEO_PAD)
             timed = _Qwen3Processor(processor.image_processor, processor.tokenizer)
             return self._processed(timed, text, images, made)
