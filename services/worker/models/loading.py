@@ -407,7 +407,9 @@ class _Loader:
         read = read_experts(self._matrices, name, mixture, hidden, share.experts, own)
         local = None if placement is None else LocalExperts.of(placement, share.rank, self._device)
         return MixtureMlp(
-            router=self._matrices.pack(read.router, read.router_bias),
+            router=self._ops.pack_exactly(read.router, normed=True)
+            if mixture.exact_router
+            else self._matrices.pack(read.router, read.router_bias),
             experts=RankExperts((self._packer or self._ops).pack_experts(read.gate_up, read.down, read.biases), local),
             routing=self._routing(name, mixture, hashed=hashed),
             shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, mixture.shared_size),

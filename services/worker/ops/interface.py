@@ -357,8 +357,9 @@ class Ops(Protocol):
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """`weight` [out, in] and `bias` [out] made ready for `linear`. May keep or copy them."""
 
-    def pack_exactly(self, weight: Tensor) -> PackedLinear:
-        """`weight` [out, in], float32, made ready for `linear` of float32 rows: nothing is rounded."""
+    def pack_exactly(self, weight: Tensor, *, normed: bool = False) -> PackedLinear:
+        """`weight` [out, in], float32, made ready for `linear` of float32 rows, or of rows as norms give them where
+        they are `normed`: nothing is rounded, nor are products."""
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> PackedLinear:
         """`weight` made ready for `linear` in as many bits as it has, `bias` [out] beside it."""

@@ -108,7 +108,7 @@ class TorchOps:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
         return PackedLinear(PlainLinear(weight, bias, self._onednn))
 
-    def pack_exactly(self, weight: Tensor) -> PackedLinear:
+    def pack_exactly(self, weight: Tensor, *, normed: bool = False) -> PackedLinear:
         """The weight itself."""
         return PackedLinear(PlainLinear(weight, None, False))
 
@@ -119,7 +119,7 @@ class TorchOps:
         return PackedLinear(QuantizedLinear(weight, bias))
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """The product in the dtype of `x`."""
+        """The product in the dtype of `x`; with what is packed exactly, in float32."""
         if isinstance(packed, QuantizedLinear):
             if packed.weight.rounded_activations:
                 return multiply_rounded(x, packed.weight, packed.bias)
@@ -128,7 +128,7 @@ class TorchOps:
         if packed.onednn:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
             return product
-        return F.linear(x, packed.weight, packed.bias)
+        return F.linear(x.float() if packed.weight.dtype == torch.float32 else x, packed.weight, packed.bias)
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, kind: Activation) -> Tensor:
         """One after the other."""

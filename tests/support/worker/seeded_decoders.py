@@ -134,7 +134,9 @@ class SeededWeights:
         if mixture.biased:
             biases = ExpertBiases(self.tensor(mixture.experts, 2 * size), self.tensor(mixture.experts, hidden))
         return MixtureMlp(
-            router=self.linear(mixture.experts, hidden, mixture.biased),
+            router=self.ops.pack_exactly(self.tensor(mixture.experts, hidden) * hidden**-0.5, normed=True)
+            if mixture.exact_router
+            else self.linear(mixture.experts, hidden, mixture.biased),
             experts=RankExperts(self.ops.pack_experts(stack(ups, hidden), stack(hidden, size), biases)),
             routing=Routing(
                 chosen=mixture.chosen,

@@ -190,6 +190,7 @@ def _mixture(raw: _RawV4) -> Mixture:
         scoring=_SCORINGS[raw.scoring_func],
         corrected=True,
         scale=raw.routed_scaling_factor,
+        exact_router=True,
     )
 
 

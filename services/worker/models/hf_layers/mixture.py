@@ -42,6 +42,8 @@ class Mixture(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Router and experts have biases, and tensors are laid out as gpt-oss has them."""
     gated: bool = True
     """Experts have gates beside ups."""
+    exact_router: bool = False
+    """The router's matrix and its logits are float32, whatever the run's type is."""
     limited: bool = False
     """Gates and ups of experts, and not those of MLPs, are limited as `silu_limited` has it (HY4)."""
 
@@ -201,6 +203,7 @@ def _deepseek(raw: RawMixture, family: _Defaults, routing: _Routing) -> MixtureL
         chosen_groups=first_given(raw.topk_group, routing.chosen_groups) if grouped else 1,
         corrected=corrected,
         scale=first_given(raw.routed_scaling_factor, routing.scale),
+        exact_router=True,
     )
     _check(raw, mixture)
     _check_groups(mixture)

@@ -15,7 +15,7 @@ class ExpertTensors(NamedTuple):
     """One rank's columns of a layer's experts, or of some of them, and the whole router."""
 
     router: Tensor
-    """[all experts, hidden]"""
+    """[all experts, hidden]; float32 where it is to be exact."""
     gate_up: WeightStack
     """[E, 2 * I, hidden]: gates, then ups."""
     down: WeightStack

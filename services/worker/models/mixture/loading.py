@@ -15,7 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.models.checkpoint import BatchedTensorSource, StoredTensorSource, TensorPart
+from services.worker.models.checkpoint import (
+    NUMBERS,
+    BatchedTensorSource,
+    StoredTensorSource,
+    TensorPart,
+    TensorSource,
+)
 from services.worker.models.config import ModelError
 from services.worker.models.hf_layers.mixture import Mixture
 from services.worker.models.mixture.biased_experts import read_biased_experts
@@ -75,10 +81,19 @@ def read_experts(
         names = _MINICPM
     names = names if mixture.gated else _UNGATED
     block = f"{layer}.{names.block}"
-    router = tensors.read(f"{block}.{names.router}", (mixture.experts, hidden)).to(matrices.device)
+    router = _router(tensors, f"{block}.{names.router}", mixture, hidden).to(matrices.device)
     numbers = tuple(range(mixture.experts) if experts is None else experts)
     reading = _Reading(matrices, block, names, mixture, hidden, columns, numbers)
     return ExpertTensors(router, reading.gates_and_ups(), reading.downs())
+
+
+def _router(source: TensorSource, name: str, mixture: Mixture, hidden: int) -> Tensor:
+    """[experts, hidden], as it is stored where it is to be exact."""
+    read = source.read(name, (mixture.experts, hidden))
+    if not mixture.exact_router:
+        return read
+    stored = source.read_stored(name) if isinstance(source, StoredTensorSource) and name in source else read
+    return stored.float() if stored.dtype in NUMBERS else read.float()
 
 
 def read_experts_of_tokens(matrices: MatrixLoader, layer: str, vocab_size: int, mixture: Mixture) -> Tensor:

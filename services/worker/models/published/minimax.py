@@ -141,6 +141,7 @@ def _mixture(own: _RawM3) -> Mixture:
         scoring="sigmoid",
         corrected=True,
         scale=own.routed_scaling_factor,
+        exact_router=True,
     )
 
 

@@ -108,6 +108,7 @@ def bailing_2(raw: _Keys) -> Published:
         chosen_groups=own.topk_group,
         corrected=True,
         scale=own.routed_scaling_factor,
+        exact_router=True,
     )
     if own.n_group < 1 or own.num_experts % own.n_group or own.num_experts // own.n_group < 2:
         raise ModelError(f"n_group {own.n_group}: {own.num_experts} experts are no groups of two or more")

@@ -137,9 +137,11 @@ class NativeOps:
         """A copy of both in the library's layout, in the weights' type."""
         return PackedLinear(self.pack_matrix(weight, bias))
 
-    def pack_exactly(self, weight: Tensor) -> PackedLinear:
-        """A copy in the library's layout, whose products are of single precision."""
-        return PackedLinear(self.pack_matrix(weight, None, library.SINGLE))
+    def pack_exactly(self, weight: Tensor, *, normed: bool = False) -> PackedLinear:
+        """A copy in the library's layout, whose products are of single precision, or of halves where these are as
+        exact: of normed rows, and of numbers that are halves."""
+        halves = normed and self.number == library.HALF and torch.equal(weight.bfloat16().float(), weight)
+        return PackedLinear(self.pack_matrix(weight, None, library.HALF if halves else library.SINGLE))
 
     def pack_matrix(self, weight: Tensor, bias: Tensor | None, number: int | None = None) -> PackedMatrix:
         """See `pack_linear`. `number`: of the library's two; None: the weights'."""

@@ -84,6 +84,7 @@ def test_kimi_linear_48b_is_read_as_it_is_published(tmp_path: Path) -> None:
         shared_gated=False,
         scoring="sigmoid",
         corrected=True,
+        exact_router=True,
         scale=2.446,
     )
     assert (config.attention_scale, config.rotated_dim) == (192**-0.5, 0)

@@ -126,7 +126,13 @@ def test_deepseek_v2_lite_is_read(tmp_path: Path) -> None:
         q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128, interleaved=True
     )
     assert config.mixture == Mixture(
-        experts=64, chosen=6, intermediate_size=1408, renormalised=False, shared_size=2816, shared_gated=False
+        experts=64,
+        chosen=6,
+        intermediate_size=1408,
+        renormalised=False,
+        shared_size=2816,
+        shared_gated=False,
+        exact_router=True,
     )
     assert [layer.mixes for layer in config.layers] == [False] + [True] * 26
     assert (config.num_kv_heads, config.head_dim, config.rotated_dim, config.max_positions) == (1, 576, 64, 163840)
@@ -151,6 +157,7 @@ def test_deepseek_v3_is_read(tmp_path: Path) -> None:
         groups=8,
         chosen_groups=4,
         corrected=True,
+        exact_router=True,
         scale=2.5,
     )
     assert round(config.parameters / 1e9) == 671

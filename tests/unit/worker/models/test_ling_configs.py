@@ -88,6 +88,7 @@ def test_ling_3_is_read_as_it_is_published(tmp_path: Path) -> None:
         groups=8,
         chosen_groups=4,
         corrected=True,
+        exact_router=True,
         scale=2.5,
     )
     assert (config.attention_scale, config.rotated_dim) == (192**-0.5, 64)

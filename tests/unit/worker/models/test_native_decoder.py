@@ -88,6 +88,7 @@ CORRECTED = structs.replace(
         shared_gated=False,
         scoring="sigmoid",
         corrected=True,
+        exact_router=True,
         scale=2.5,
     ),
 )

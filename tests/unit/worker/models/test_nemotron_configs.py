@@ -124,6 +124,7 @@ def test_nano_with_experts_is_read(tmp_path: Path) -> None:
         shared_gated=False,
         scoring="sigmoid",
         corrected=True,
+        exact_router=True,
         scale=2.5,
         gated=False,
     )

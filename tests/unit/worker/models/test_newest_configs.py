@@ -68,6 +68,7 @@ def test_minimax_m3_is_read_with_its_indexer(tmp_path: Path) -> None:
         shared_gated=False,
         scoring="sigmoid",
         corrected=True,
+        exact_router=True,
         scale=2.0,
     )
     assert [layer.mixes for layer in config.layers] == [False] * 3 + [True] * 57
@@ -234,6 +235,7 @@ def test_mistral_large_is_a_glm_5_that_shares_latents(tmp_path: Path) -> None:
         shared_size=6144,
         shared_gated=False,
         scoring="softmax",
+        exact_router=True,
     )
     assert (config.logits_softcap, config.max_positions, config.attention_scale) == (30.0, 1_048_576, 128**-0.5)
     assert [layer.mixes for layer in config.layers] == [False] + [True] * 71

@@ -13,14 +13,19 @@ import msgspec
 from msgspec import field
 from msgspec.structs import replace
 
-from services.worker.models.config import DeltaConfig, LayerConfig, Mixture, ModelConfig, ModelError
+from services.worker.models.config import DeltaConfig, LayerConfig, ModelConfig, ModelError
 from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.hf_rope import RawRope, read_ropes
-from services.worker.models.states.reading.kimi import RawDeltaHybrid, check_sizes, latent_of
+from services.worker.models.states.reading.kimi import (
+    RawDeltaHybrid,
+    check_sizes,
+    latent_of,
+    mixing_layers,
+    mixture_of,
+)
 from services.worker.models.states.reading.model import (
     layer_kinds,
     model_with_states,
-    require_groups,
     require_kernel,
     require_positive,
 )
@@ -29,7 +34,6 @@ LING_2_5 = ("BailingMoeV2_5ForCausalLM", "BailingMoeLinearV2ForCausalLM")
 """Of the same `model_type`, and of other layers."""
 
 _LAYER_TYPES = {"linear_attention": True, "full_attention": False}
-_MLP_TYPES = {"sparse": True, "dense": False}
 _ONLY: dict[str, object] = {
     "attention_bias": False,
     "use_bias": False,
@@ -91,7 +95,7 @@ def bailing_model_config(
     raw = msgspec.json.decode(text, type=_RawLing3, strict=True)
     _refuse_unsupported(raw, msgspec.json.decode(text, type=dict[str, object]))
     check_sizes(raw)
-    latent, states, mixes = latent_of(raw, interleaved=True, gates="heads"), _with_states(raw), _mixing(raw)
+    latent, states, mixes = latent_of(raw, interleaved=True, gates="heads"), _with_states(raw), mixing_layers(raw)
     ropes = read_ropes(
         parameters=raw.rope_parameters,
         scaling=raw.rope_scaling,
@@ -111,7 +115,9 @@ def bailing_model_config(
         kv_heads=1,
         head_dim=latent.cached_dim,
         intermediate_size=raw.intermediate_size,
-        mixture=_mixture(raw) if any(mixes) else None,
+        mixture=mixture_of(raw, experts=512, groups=8, shared_size=raw.moe_shared_expert_intermediate_size)
+        if any(mixes)
+        else None,
         latent=latent,
     )
     return replace(config, attention_scale=config.attention_scale * ropes.latent_scale)
@@ -176,41 +182,3 @@ def _with_states(raw: _RawLing3) -> list[bool]:
     if not any(states):
         raise ModelError("layer_types: no layer is linear_attention")
     return states
-
-
-def _mixing(raw: _RawLing3) -> list[bool]:
-    """For each layer, whether experts take the place of its MLP."""
-    count = raw.num_hidden_layers
-    if raw.mlp_layer_types is not None:
-        return layer_kinds("mlp_layer_types", raw.mlp_layer_types, _MLP_TYPES, count)
-    return [number >= raw.first_k_dense_replace for number in range(count)]
-
-
-def _mixture(raw: _RawLing3) -> Mixture:
-    experts = first_given(raw.num_experts, raw.num_local_experts, 512)
-    chosen = first_given(raw.num_experts_per_token, raw.num_experts_per_tok, 8)
-    shared = first_given(raw.num_shared_experts, raw.n_shared_experts, 1)
-    groups, size = first_given(raw.num_expert_group, raw.n_group, 8), raw.moe_intermediate_size
-    of_shared = first_given(raw.moe_shared_expert_intermediate_size, size)
-    require_positive(
-        num_experts=experts,
-        moe_intermediate_size=size,
-        moe_shared_expert_intermediate_size=of_shared,
-        num_expert_group=groups,
-    )
-    if shared < 0:
-        raise ModelError(f"num_shared_experts {shared} is negative")
-    require_groups(("num_expert_group", groups), raw.topk_group, experts, ("num_experts_per_token", chosen))
-    return Mixture(
-        experts=experts,
-        chosen=chosen,
-        intermediate_size=size,
-        renormalised=first_given(raw.moe_renormalize, raw.norm_topk_prob, True),
-        shared_size=shared * of_shared or None,
-        shared_gated=False,
-        scoring="sigmoid",
-        groups=groups,
-        chosen_groups=raw.topk_group,
-        corrected=True,
-        scale=raw.routed_scaling_factor,
-    )

@@ -68,6 +68,10 @@ class RawDeltaHybrid(Struct, kw_only=True):
     n_group: int | None = None
     moe_renormalize: bool | None = None
     norm_topk_prob: bool | None = None
+    first_k_dense_replace: int
+    topk_group: int
+    moe_intermediate_size: int
+    routed_scaling_factor: float
 
 
 class _RawKimi(RawDeltaHybrid, kw_only=True):
@@ -107,7 +111,7 @@ def kimi_model_config(
     raw = msgspec.json.decode(text, type=_RawKimi, strict=True)
     _refuse_unsupported(raw)
     check_sizes(raw)
-    latent, states, mixes = latent_of(raw, interleaved=False), _with_states(raw), _mixing(raw)
+    latent, states, mixes = latent_of(raw, interleaved=False), _with_states(raw), mixing_layers(raw)
     return model_with_states(
         *(raw, architecture),
         layers=tuple(LayerConfig(None, NO_ROPE, *each) for each in zip(mixes, states, strict=True)),
@@ -119,7 +123,8 @@ def kimi_model_config(
         kv_heads=1,
         head_dim=latent.cached_dim,
         intermediate_size=raw.intermediate_size,
-        mixture=_mixture(raw) if any(mixes) else None,
+        # That `use_grouped_topk` counts is as vLLM has it, and Moonshot's files.
+        mixture=mixture_of(raw, experts=256, groups=1, grouped=raw.use_grouped_topk) if any(mixes) else None,
         latent=latent,
         rotary_dim=0,
     )
@@ -159,6 +164,52 @@ def latent_of(raw: RawDeltaHybrid, *, interleaved: bool, gates: Literal["heads"]
     )
 
 
+def mixing_layers(raw: RawDeltaHybrid) -> list[bool]:
+    """For each layer, whether experts take the place of its MLP. Raises ModelError."""
+    count = raw.num_hidden_layers
+    if raw.mlp_layer_types is not None:
+        return layer_kinds("mlp_layer_types", raw.mlp_layer_types, _MLP_TYPES, count)
+    return [number >= raw.first_k_dense_replace for number in range(count)]
+
+
+def mixture_of(
+    raw: RawDeltaHybrid, *, experts: int, groups: int, grouped: bool = True, shared_size: int | None = None
+) -> Mixture:
+    """`experts` and `groups`: where it does not say how many there are; not `grouped`: one group, whatever it says.
+    `shared_size`: of each expert that every token goes through; None: it is like the others. Raises ModelError for
+    sizes that there cannot be."""
+    experts = first_given(raw.num_experts, raw.num_local_experts, experts)
+    chosen = first_given(raw.num_experts_per_token, raw.num_experts_per_tok, 8)
+    shared = first_given(raw.num_shared_experts, raw.n_shared_experts, 1)
+    groups, size = first_given(raw.num_expert_group, raw.n_group, groups), raw.moe_intermediate_size
+    chosen_groups, of_shared = raw.topk_group, first_given(shared_size, size)
+    if not grouped:
+        groups = chosen_groups = 1
+    require_positive(
+        num_experts=experts,
+        moe_intermediate_size=size,
+        moe_shared_expert_intermediate_size=of_shared,
+        num_expert_group=groups,
+    )
+    if shared < 0:
+        raise ModelError(f"num_shared_experts {shared} is negative")
+    require_groups(("num_expert_group", groups), chosen_groups, experts, ("num_experts_per_token", chosen))
+    return Mixture(
+        experts=experts,
+        chosen=chosen,
+        intermediate_size=size,
+        renormalised=first_given(raw.moe_renormalize, raw.norm_topk_prob, True),
+        shared_size=shared * of_shared or None,
+        shared_gated=False,
+        scoring="sigmoid",
+        groups=groups,
+        chosen_groups=chosen_groups,
+        corrected=True,
+        scale=raw.routed_scaling_factor,
+        exact_router=True,
+    )
+
+
 def _refuse_unsupported(raw: _RawKimi) -> None:
     if raw.attention_bias:
         raise ModelError("attention_bias true is not supported")
@@ -166,6 +217,12 @@ def _refuse_unsupported(raw: _RawKimi) -> None:
         raise ModelError("mla_use_nope false is not supported: only attention without positions is")
     if raw.mla_use_output_gate:
         raise ModelError("mla_use_output_gate true is not supported: only attention without gates is")
+    if raw.mlp_layer_types is None and raw.moe_layer_freq != 1:
+        raise ModelError(f"moe_layer_freq {raw.moe_layer_freq} is not supported; supported: 1")
+    if raw.moe_router_activation_func != "sigmoid":
+        raise ModelError(
+            f"moe_router_activation_func {raw.moe_router_activation_func!r} is not supported; supported: sigmoid"
+        )
 
 
 def _delta(raw: _RawKimi) -> DeltaConfig:
@@ -209,44 +266,3 @@ def _numbered(kda: list[int], attending: list[int], count: int) -> list[bool]:
             lists = "kda_layers and full_attn_layers" if named else "neither kda_layers nor full_attn_layers"
             raise ModelError(f"linear_attn_config: layer {number} is in {lists}; it must be in one of the two")
     return [number in kda for number in range(1, count + 1)]
-
-
-def _mixing(raw: _RawKimi) -> list[bool]:
-    """For each layer, whether experts take the place of its MLP."""
-    count = raw.num_hidden_layers
-    if raw.mlp_layer_types is not None:
-        return layer_kinds("mlp_layer_types", raw.mlp_layer_types, _MLP_TYPES, count)
-    if raw.moe_layer_freq != 1:
-        raise ModelError(f"moe_layer_freq {raw.moe_layer_freq} is not supported; supported: 1")
-    return [number >= raw.first_k_dense_replace for number in range(count)]
-
-
-def _mixture(raw: _RawKimi) -> Mixture:
-    experts = first_given(raw.num_experts, raw.num_local_experts, 256)
-    chosen = first_given(raw.num_experts_per_token, raw.num_experts_per_tok, 8)
-    shared = first_given(raw.num_shared_experts, raw.n_shared_experts, 1)
-    groups, size = first_given(raw.num_expert_group, raw.n_group, 1), raw.moe_intermediate_size
-    chosen_groups = raw.topk_group
-    if not raw.use_grouped_topk:  # as vLLM has it, and Moonshot's files
-        groups = chosen_groups = 1
-    require_positive(num_experts=experts, moe_intermediate_size=size, num_expert_group=groups)
-    if shared < 0:
-        raise ModelError(f"num_shared_experts {shared} is negative")
-    if raw.moe_router_activation_func != "sigmoid":
-        raise ModelError(
-            f"moe_router_activation_func {raw.moe_router_activation_func!r} is not supported; supported: sigmoid"
-        )
-    require_groups(("num_expert_group", groups), chosen_groups, experts, ("num_experts_per_token", chosen))
-    return Mixture(
-        experts=experts,
-        chosen=chosen,
-        intermediate_size=size,
-        renormalised=first_given(raw.moe_renormalize, raw.norm_topk_prob, True),
-        shared_size=shared * size or None,
-        shared_gated=False,
-        scoring="sigmoid",
-        groups=groups,
-        chosen_groups=chosen_groups,
-        corrected=True,
-        scale=raw.routed_scaling_factor,
-    )

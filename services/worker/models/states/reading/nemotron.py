@@ -184,4 +184,5 @@ def _mixture(raw: _RawNemotronH) -> Mixture:
         corrected=True,
         scale=raw.routed_scaling_factor,
         gated=False,
+        exact_router=True,
     )

@@ -73,3 +73,8 @@ def test_what_is_packed_exactly_is_rounded_in_no_model() -> None:
     product = ops.linear(x, packed := ops.pack_exactly(weight))
     torch.testing.assert_close(product.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
     assert torch.equal(torch.cat([ops.linear(row.unsqueeze(0), packed) for row in x]), product)
+    of_normed = ops.linear(x.bfloat16(), ops.pack_exactly(weight, normed=True))
+    assert torch.equal(of_normed, ops.linear(x.bfloat16(), packed))
+    # What is bf16 in any case is multiplied as that.
+    halves = ops.pack_exactly(weight.bfloat16().float(), normed=True)
+    assert torch.equal(ops.linear(x.bfloat16(), halves), ops.linear(x.bfloat16(), ops.pack_linear(weight, None)))
