@@ -48,8 +48,8 @@ QWEN_OMNI = (*QWEN2_5_OMNI, *QWEN3_OMNI)
 QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 MINIMAX_M3_VL, LFM3_VL = "MiniMaxM3SparseForConditionalGeneration", "Lfm3VlForConditionalGeneration"
 MISTRAL_LARGE_4 = "MistralLarge4ForConditionalGeneration"
-GLM_5_NEXT = "Glm5NextForConditionalGeneration"
-TEXT_ALONE = (MINIMAX_M3_VL, MISTRAL_LARGE_4, GLM_5_NEXT)
+GLM_5_NEXT, QWEN4_VL = "Glm5NextForConditionalGeneration", "Qwen4ExpForConditionalGeneration"
+TEXT_ALONE = (MINIMAX_M3_VL, MISTRAL_LARGE_4, GLM_5_NEXT, QWEN4_VL)
 """Of these the language model alone is served, which Baton's own code computes."""
 IMAGE_ARCHITECTURES = (
     GEMMA,

@@ -53,6 +53,7 @@ ARCHITECTURES = (
     Architecture("Mistral Large 4", True, "mistral-large-4"),
     Architecture("GLM-5-Next", True, "glm-5-next"),
     Architecture("MiniMax-M3", True, "minimax-m3"),
+    Architecture("Qwen4", True, "qwen4"),
     Architecture("Mamba-2", True, "mamba2"),
     Architecture("Bamba", True, "bamba"),
     Architecture("Granite 4", True, "granite-hybrid-moe"),

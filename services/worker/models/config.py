@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from services.worker.models.hf_layers.compressed import CompressedConfig as CompressedConfig
 from services.worker.models.hf_layers.compressed import Compression as Compression
+from services.worker.models.hf_layers.compressed import GramConfig as GramConfig
 from services.worker.models.hf_layers.compressed import HyperConnections as HyperConnections
 from services.worker.models.hf_layers.convolution import ConvolutionConfig as ConvolutionConfig
 from services.worker.models.hf_layers.delta import DeltaConfig as DeltaConfig
@@ -170,6 +171,8 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """What comes in is normed first, by the norm behind all layers, and goes on so."""
     kv_heads: int | None = None
     """Key/value heads of the checkpoint, where each is cached several times; None: as many as the model's."""
+    grams: int | None = None
+    """Its number among those that add embeddings of n-grams to the streams; None: it does not."""
     chooses: bool = False
     """The model's indexer chooses which blocks of keys its tokens attend to."""
 
@@ -259,6 +262,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Attention is over compressed keys; None: it is not."""
     connections: HyperConnections | None = None
     """The residual is several streams; None: it is one."""
+    grams: GramConfig | None = None
+    """Of layers that add embeddings of n-grams; None: there are none."""
     plugin: str | None = None
     """The package that brings the architecture, with its version; None: it is ours."""
 
@@ -365,6 +370,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def _attending_parameters(self, layers: Sequence[LayerConfig], attending: int) -> int:
         """Of the layers that attend, so many of these."""
         of_streams = 0 if self.connections is None else self.connections.parameters(self.hidden_size, len(layers))
+        if self.grams is not None and self.connections is not None:
+            width = self.connections.streams * self.hidden_size
+            with_grams = sum(layer.grams is not None for layer in layers)
+            of_streams += with_grams * self.grams.parameters(width, self.hidden_size)
         if self.compressed is None:
             return of_streams + attending * self._attention_parameters()
         sizes = (self.hidden_size, self.num_heads, self.head_dim)

@@ -22,11 +22,12 @@ from services.worker.models.config import (
 )
 from services.worker.models.expert_parallel.expert_load import empty_counts
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
+from services.worker.models.grams.loading import GatedStreamsLoader
 from services.worker.models.heads.loading import read_heads
 from services.worker.models.heads.rows import alibi_slopes
 from services.worker.models.hf_layers.tensor_names import GRANITE, LEARNED_FREQUENCIES, tensor_names
 from services.worker.models.latent.loading import LatentLoader
-from services.worker.models.mixture.loading import read_experts, read_experts_of_tokens
+from services.worker.models.mixture.loading import read_experts, read_experts_of_tokens, read_routing
 from services.worker.models.quantization.matrices import (
     Matrix,
     MatrixLoader,
@@ -165,11 +166,17 @@ class _Loader:
         return DecoderWeights(
             embedding=self._embedding(table, head if tied else None) if stage.is_first and table is not None else None,
             layers=tuple(self.layer(number, self._config.layers[number]) for number in numbers),
-            final_norm=self._norm(self._names.final_norm) if stage.is_last else None,
+            final_norm=self._final_norm() if stage.is_last else None,
             head=head,
             first_layer=stage.first_layer,
             streams=streams.last() if streams is not None and stage.is_last else None,
         )
+
+    def _final_norm(self) -> Tensor:
+        """Ones where what is behind the last layer is normed by what makes one row of the streams."""
+        if self._config.connections is not None and self._config.connections.rank:
+            return torch.ones(self._config.hidden_size, device=self._device)
+        return self._norm(self._names.final_norm)
 
     def embedding(self) -> EmbeddingTable:
         return self._embedding(self._words(self._names.embedding), None)
@@ -217,17 +224,18 @@ class _Loader:
         """Whose tensors begin with `name`, those of its MLP with `mlp`."""
         config, names = self._config, self._names
         width = None if layer.depth is None else self.attention_inputs
-        behind, before = config.post_norms or layer.norms_outputs, not layer.norms_outputs
+        behind, streams = config.post_norms or layer.norms_outputs, self._streams()
+        normed = not layer.norms_outputs and not isinstance(streams, GatedStreamsLoader)
         has_mlp = layer.mixes or (layer.has_mlp and config.intermediate_size > 0)
         mixer = self._with_states(name, index) if layer.has_state else self._attention(name, index, layer)
         return LayerWeights(
-            input_norm=self._norm(f"{name}.{names.input_norm}.weight", width) if before else None,
+            input_norm=self._norm(f"{name}.{names.input_norm}.weight", width) if normed else None,
             qkv=mixer.inputs,
             q_norm=mixer.q_norm,
             k_norm=mixer.k_norm,
             output=mixer.output,
             attention_post_norm=self._post_norm(f"{name}.{names.attention_post_norm}.weight", 0) if behind else None,
-            mlp_norm=self._norm(f"{mlp}.{names.mlp_norm}.weight") if has_mlp and before else None,
+            mlp_norm=self._norm(f"{mlp}.{names.mlp_norm}.weight") if has_mlp and normed else None,
             mlp=self._mixture(mlp, index) if layer.mixes else self._mlp(self._mlp_block(mlp)) if has_mlp else None,
             mlp_post_norm=self._post_norm(f"{name}.{names.mlp_post_norm}.weight", 1) if behind else None,
             cos_sin=mixer.cos_sin,
@@ -247,7 +255,8 @@ class _Loader:
             residual=layer.residual,
             compressed=mixer.compressed,
             block_index=mixer.block_index,
-            streams=None if (streams := self._streams()) is None else streams.of_layer(name),
+            streams=None if streams is None else streams.of_layer(name),
+            grams=streams.grams(layer.grams, name) if isinstance(streams, GatedStreamsLoader) else None,
             skips=layer.skips,
             following=tuple(map(self._following, layer.following)),
         )
@@ -307,10 +316,12 @@ class _Loader:
         config = self._config
         return read_head_gates(self._matrices, config, self._share, name) if config.head_gates else None
 
-    def _streams(self) -> StreamsLoader | None:
+    def _streams(self) -> StreamsLoader | GatedStreamsLoader | None:
         config = self._config
         if config.connections is None:
             return None
+        if config.connections.rank:
+            return GatedStreamsLoader(self._matrices, self._device, config, config.connections, self._norm)
         return StreamsLoader(self._matrices, self._ops, self._device, config.hidden_size, config.connections)
 
     def _head_norm(self, name: str) -> Tensor:
@@ -411,27 +422,17 @@ class _Loader:
             if mixture.exact_router
             else self._matrices.pack(read.router, read.router_bias),
             experts=RankExperts((self._packer or self._ops).pack_experts(read.gate_up, read.down, read.biases), local),
-            routing=self._routing(name, mixture, hashed=hashed),
+            routing=self._routing(None if hashed else name, mixture),
             shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, mixture.shared_size),
             counts=empty_counts(mixture.experts, self._device) if self._counts_picks else None,
             activation="silu_limited" if mixture.limited else None,
             by_token=read_experts_of_tokens(self._matrices, name, self._config.vocab_size, mixture) if hashed else None,
         )
 
-    def _routing(self, layer: str, mixture: Mixture, *, hashed: bool) -> Routing:
-        bias = None
-        if mixture.corrected and not hashed:
-            name = f"{self._mlp_block(layer)}.{self._names.expert_correction}"
-            bias = read_exactly(self._checkpoint, name, (mixture.experts,))
-        return Routing(
-            chosen=mixture.chosen,
-            renormalised=mixture.renormalised,
-            scoring=mixture.scoring,
-            groups=mixture.groups,
-            chosen_groups=mixture.chosen_groups,
-            bias=None if bias is None else bias.to(self._device),
-            scale=mixture.scale,
-        )
+    def _routing(self, layer: str | None, mixture: Mixture) -> Routing:
+        """`layer`: whose experts are not those of tokens."""
+        correction = None if layer is None else f"{self._mlp_block(layer)}.{self._names.expert_correction}"
+        return read_routing(self._checkpoint, correction, mixture, self._device)
 
     def _shared_expert(self, layer: str, mixture: Mixture, size: int) -> SharedExpert:
         """By Granite's names, by DeepSeek's, or, with a gate, by Qwen's."""

@@ -38,6 +38,7 @@ from services.worker.models.expert_parallel.rearrangement import ExpertRearrange
 from services.worker.models.fallback.library_loader import load_library_model
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.hyper_connections.decoder import CompressedDecoder, StreamsDecoder
+from services.worker.models.hyper_connections.gated import GatedStreamsDecoder
 from services.worker.models.hyper_connections.limits import check_streams
 from services.worker.models.latent.attention import check_latent
 from services.worker.models.layerwise.decoder import LayerwiseDecoder
@@ -219,6 +220,8 @@ def _decoder_of(
         )
         return ChosenBlocksDecoder(config, chosen_blocks, *parts[1:], settings.pipeline, stages)
     if config.connections is not None:
+        if config.connections.rank:
+            return GatedStreamsDecoder(*parts, settings.pipeline)
         streams = StreamsDecoder if config.compressed is None else CompressedDecoder
         return streams(*parts, settings.pipeline)
     if settings.group is not None:

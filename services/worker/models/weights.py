@@ -12,6 +12,7 @@ from torch import Tensor
 from services.worker.distributed.row_exchange import RoutedRows, RowExchange
 from services.worker.models.config import ResidualScales, SkipConnections
 from services.worker.models.expert_parallel.local_experts import RankExperts, count_picks
+from services.worker.models.layer_parts.streams import GatedMixing, GramWeights, StreamMixing
 from services.worker.ops.interface import (
     Activation,
     BatchMeta,
@@ -187,17 +188,6 @@ class CompressedWeights:
     entries: EntryWeights | None
 
 
-class StreamMixing(NamedTuple):
-    """How a block's input is made of the streams, and where its output goes. Whole on every rank, float32."""
-
-    matrix: PackedLinear
-    """[outputs, streams * hidden]"""
-    base: Tensor
-    """[outputs]"""
-    scale: Tensor
-    """One number for each kind of outputs."""
-
-
 @dataclass(frozen=True, slots=True)
 class SelectiveWeights:
     """What a Mamba-1 mixer has between its convolution and its states, for one rank's C channels."""
@@ -328,8 +318,10 @@ class LayerWeights:
     compressed: CompressedWeights | None = None
     block_index: BlockIndexWeights | None = None
     """None: the layer attends to all that it sees."""
-    streams: tuple[StreamMixing, StreamMixing] | None = None
+    streams: tuple[StreamMixing | GatedMixing, StreamMixing | GatedMixing] | None = None
     """Hyper-connections: those around attention, and those around the MLP."""
+    grams: GramWeights | None = None
+    """What is added to the streams first."""
     skips: SkipConnections | None = None
     """See `LayerConfig`."""
     entry_norm: Tensor | None = None
@@ -350,7 +342,7 @@ class DecoderWeights:
     head: PackedLinear | None
     first_layer: int = 0
     """Which of the model's layers the first of `layers` is."""
-    streams: StreamMixing | None = None
+    streams: StreamMixing | GatedMixing | None = None
     """What makes one row of the streams behind the last layer; None on every stage but the last."""
 
 

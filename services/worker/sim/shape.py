@@ -13,7 +13,7 @@ from msgspec import UNSET, Struct, UnsetType, field, structs
 from services.worker.backend import BackendError
 from services.worker.models.hf_layers.compressed import DEEPSEEK_V4, HY4
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES, LFM3
-from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES
+from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, QWEN4
 from services.worker.models.hf_layers.latent import RawLatent, read_latent
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import read_mixture
@@ -21,7 +21,7 @@ from services.worker.models.hf_layers.selective import SELECTIVE_ARCHITECTURES
 from services.worker.models.hf_layers.tensor_names import OURO
 from services.worker.sim.accelerator import StepCost
 from services.worker.sim.expert_spread import ExpertSpread, exchange
-from shared.models.image_models import GLM_5_NEXT, MISTRAL_LARGE_4
+from shared.models.image_models import GLM_5_NEXT, MISTRAL_LARGE_4, QWEN4_VL
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BYTES = {"int8": 1.0, "fp8": 1.0, "w8a8_int8": 1.0, "w8a8_fp8": 1.0, "int4": 0.5}
@@ -198,7 +198,7 @@ def _refuse_states(path: Path) -> None:
         (_CHOOSING_BLOCKS, "keys that are chosen by blocks"),
         ((OURO,), "layers that rows go through several times"),
         ((MISTRAL_LARGE_4,), "latents that layers share"),
-        ((GLM_5_NEXT,), "gated delta nets"),
+        ((GLM_5_NEXT, QWEN4, QWEN4_VL), "gated delta nets"),
     )
     for known, kind in kinds:
         of_kind = [each for each in named if each in known]

@@ -58,6 +58,11 @@ ADAPTED = {
         *("self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "forget_gate.f_a_proj", "forget_gate.f_b_proj"),
         *(f"{block}.{part}_proj" for block in ("layers.0.mlp", "shared_experts") for part in ("gate", "up", "down")),
     ),
+    "qwen4": (
+        *(f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")),
+        *("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"),
+        *(f"shared_expert.{part}_proj" for part in ("gate", "up", "down")),
+    ),
     "mistral-large-4": (
         *("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj"),
         *(f"{block}.{part}_proj" for block in ("mlp", "shared_experts") for part in ("gate", "up", "down")),
@@ -98,7 +103,9 @@ def make_row(architecture: Architecture, folder: Path) -> TinyModel:
     make = make_model if architecture.native else library_model
     # Two ranks share the heads of delta nets' keys in whole groups.
     even = (
-        {"linear_num_key_heads": 2} if architecture.checkpoint.startswith(("qwen3-next", "qwen3.5", "olmo-h")) else {}
+        {"linear_num_key_heads": 2}
+        if architecture.checkpoint.startswith(("qwen3-next", "qwen3.5", "qwen4", "olmo-h"))
+        else {}
     )
     return with_letters(make(architecture.checkpoint, folder, **even))
 

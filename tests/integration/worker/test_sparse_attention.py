@@ -76,6 +76,12 @@ def agrees(model: TinyModel, recorded: list[Tensor], **settings: Any) -> None:
         ("minimax-m3", {"index_local_blocks": 0, "layer_types": ["minimax_m3_sparse"] * 3}, "torch"),
         ("minimax-m3", {"index_topk_blocks": 20}, "native"),
         ("minimax-m3", {"index_block_size": 32, "index_topk_blocks": 1, "index_head_dim": 20}, "native"),
+        (
+            "qwen4",
+            {"ple_layer_ids": [1, 3], "ngram_size": 4, "ple_embed_dim": 36, "split_ngram_parts": 1}
+            | {"eos_token_id": [PROMPT[20], 2]},
+            "native",
+        ),
         ("mistral-large-4", {"no_rope_layers": None, "kv_source_layers": None, "attention_bias": True}, "torch"),
         ("mistral-large-4", {"no_rope_layers": [0] * 6, "kv_source_layers": [0] * 6, "indexer_types": None}, "native"),
     ],
@@ -90,6 +96,7 @@ def agrees(model: TinyModel, recorded: list[Tensor], **settings: Any) -> None:
         "blocks that are not local",
         "all blocks",
         "one block",
+        "more n-grams",
         "own latents",
         "one's latents",
     ],
@@ -211,6 +218,17 @@ def test_keys_of_indexers_take_a_layer_for_as_many_as_have_room(tmp_path: Path) 
     """Two layers' keys of 16 elements fill one half of two heads'."""
     sparse = tiny_backend(make_model("minimax-m3", tmp_path).path).rank.decoder
     assert sparse.kv_block_bytes * LAYERS == tiny_backend(tmp_path, max_model_len=32).rank.decoder.kv_block_bytes * 4
+
+
+def test_n_grams_are_added_in_the_first_stage(tmp_path: Path) -> None:
+    """Only it is given tokens."""
+    config = read_model_config(make_model("qwen4", tmp_path, ple_layer_ids=[1, 3]).path)
+    settings = LoadSettings(folder=tmp_path, platform=built_in_platform("cpu"))
+    check_streams(settings, config, PipelineStage(0, 2, 0, 2), None)
+    with pytest.raises(
+        ModelError, match=r"layer 2 and others of its stage add embeddings of n-grams \(ple_layer_ids\)"
+    ):
+        check_streams(settings, config, PipelineStage(1, 2, 2, 3), None)
 
 
 @pytest.mark.refuses("sparse attention (DSA)", "--kv-cache-dtype fp8", "--model-impl transformers")

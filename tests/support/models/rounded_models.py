@@ -18,11 +18,12 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128}
 NEVER_ROUNDED = (
     *("shared_expert_gate", "kv_b_proj", "router", ".x_proj", ".dt_proj", "wq_b", "wk", "weights_proj"),
     *("compressor.kv_proj", "compressor.gate_proj", "indexer.kv_proj", "indexer.gate_proj", "indexer.q_b_proj"),
-    "o_a_proj",
+    *("o_a_proj", "indexer.q_proj", "indexer.k_proj", "index_qk_proj", "ple.key_proj", "ple.value_proj"),
+    *("input_mix_weight_down", "input_mix_weight_up", "block_inject_weight"),
 )
 """How much of a shared expert is taken; what latents are multiplied with; which experts are picked; what
 Mamba-1's states are made of; which tokens are attended to; what entries of compressed keys are made of, and each group
-of heads is multiplied with."""
+of heads is multiplied with; what gates streams, and what n-grams add to them."""
 
 
 SPLIT_BY_INPUTS = ("o_proj", "down_proj")

@@ -324,6 +324,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3NextConfig", {**DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3.5": ("Qwen3_5TextConfig", DELTA),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen4": (
+        "Qwen4ExpTextConfig",
+        {**DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}
+        | {"hc_count": 3, "hc_lowrank": 12, "ple_layer_ids": [1], "ple_embed_dim": 24, "heads_per_ngram": 2}
+        | {"ngram_vocab_size_base": 60, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 3}
+        | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+        | {"indexer_budget": 240, "indexer_compress_ratio": 4},
+    ),
     "olmo-hybrid": (
         "OlmoHybridConfig",
         {key: value for key, value in DELTA.items() if key != "partial_rotary_factor"}
@@ -400,13 +408,13 @@ STATE_FAMILIES = (
     *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
     *("olmo-hybrid", "kimi-linear", "ling-3", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1"),
     *("lfm2", "lfm2-moe", "lfm3"),
-    *("glm-5-next", "mamba", "falcon-mamba", "jamba", "zamba2"),
+    *("glm-5-next", "qwen4", "mamba", "falcon-mamba", "jamba", "zamba2"),
 )
 """With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions or lightning attention."""
 IN_EXTRAS = (
     *("olmo-hybrid", "kimi-linear", "ling-3", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe"),
     *("lfm3", "falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4", "hy4", "mistral-large-4", "minimax-m3"),
-    "glm-5-next",
+    *("glm-5-next", "qwen4"),
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
@@ -476,6 +484,8 @@ def make_model(family: str, path: Path, *, shard_size: str = "1GB", **changes: A
         for name, weight in model.named_parameters():
             if weight.ndim == 1 or name.endswith("proj_bias"):  # those of experts
                 weight.add_(torch.randn_like(weight) * (0.5 if "bias" in name else 0.2))
+            if name.endswith("ple.conv1d.weight"):  # which begins with zeros
+                weight.normal_()
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.add_(torch.randn_like(buffer) * 0.2)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.worker.models.checkpoint import read_exactly
 from services.worker.models.config import CompressedConfig, Compression, HyperConnections, ModelConfig
+from services.worker.models.layer_parts.streams import StreamMixing
 from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.sharding import LayerShard
 from services.worker.models.weights import (
@@ -16,7 +17,6 @@ from services.worker.models.weights import (
     CompressorWeights,
     EntryWeights,
     LayerMixer,
-    StreamMixing,
 )
 from services.worker.ops.interface import Ops, PackedHeads, PackedLinear
 

@@ -75,6 +75,9 @@ class HyperConnections(Struct, frozen=True, omit_defaults=True):
     """Behind the last layer the mean of the streams is taken; else the checkpoint says how much of each."""
     magnitude: float = 2.0
     """The most of the output that a stream gets."""
+    rank: int = 0
+    """Streams are normed each by itself, and how much of each element is read is made of so many numbers (Qwen4);
+    blocks have no norms before them then. 0: a block reads so much of each stream."""
 
     @property
     def outputs(self) -> int:
@@ -83,4 +86,46 @@ class HyperConnections(Struct, frozen=True, omit_defaults=True):
 
     def parameters(self, hidden: int, layers: int) -> int:
         """Weights of the matrices of so many layers."""
-        return 2 * layers * self.outputs * self.streams * hidden
+        outputs = 2 * self.rank + self.streams if self.rank else self.outputs
+        return 2 * layers * outputs * self.streams * hidden
+
+
+class GramConfig(Struct, frozen=True):
+    """What some layers add to the streams of a token and those before it (Qwen4): embeddings of n-grams, which the
+    streams gate, and a convolution over what they let through."""
+
+    size: int
+    """Tokens of the longest n-gram; there are some of 2 and more."""
+    heads: int
+    """Embeddings of each n-gram, by hashes of their own."""
+    dim: int
+    """Elements of all of a token's embeddings."""
+    kernel: int
+    """Rows that the convolution sees, each `size` behind the next."""
+    base: int
+    """Each hash has so many values, or little more."""
+    divisor: int
+    """Of the rows of a layer's table."""
+    seed: int
+    shards: int
+    """Tensors of a layer's table where it is not one."""
+    end: int
+    """The token that n-grams do not reach beyond."""
+
+    @property
+    def hashes(self) -> int:
+        """Embeddings of a token."""
+        return (self.size - 1) * self.heads
+
+    @property
+    def window(self) -> int:
+        """Rows from the first one that the convolution sees to the newest."""
+        return (self.kernel - 1) * self.size + 1
+
+    def state_elements(self, width: int) -> int:
+        """Numbers that one layer keeps of a sequence whose streams together have `width` elements."""
+        return (self.window - 1) * width + (self.size - 1) ** 2
+
+    def parameters(self, width: int, hidden: int) -> int:
+        """Weights of one layer's matrices, but for the table, of which a token reads few rows."""
+        return self.dim * (width + hidden)

@@ -16,6 +16,7 @@ LING_3 = ("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM")
 """As `transformers` calls it, and as it is published."""
 GLM_NEXT = "Glm5NextForCausalLM"
 """As the language model within the published whole is called here: the library has no class of it alone."""
+QWEN4 = "Qwen4ExpForCausalLM"
 DELTA_ARCHITECTURES = (
     *("Qwen3NextForCausalLM", *SEEING_ARCHITECTURES.values(), *SEEING_ARCHITECTURES),
     *(OLMO_HYBRID, KIMI_LINEAR, *LING_3),

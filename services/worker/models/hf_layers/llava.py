@@ -23,6 +23,7 @@ from shared.models.image_models import (
     MISTRAL_LARGE_4,
     OVIS2,
     QIANFAN_OCR,
+    QWEN4_VL,
     VIDEO_LLAMA3,
 )
 
@@ -49,6 +50,7 @@ _OWN_MODELS = {
     VIDEO_LLAMA3: {"qwen2": "Qwen2ForCausalLM"},
     **{each: {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"} for each in KIMI_K2_5},
     MISTRAL_LARGE_4: {"mistral_large4_text": "MistralLarge4ForCausalLM"},
+    QWEN4_VL: {"qwen4_exp_text": "Qwen4ExpForCausalLM"},
     GLM_5_NEXT: {"glm5_next_text": "Glm5NextForCausalLM"},
     MINIMAX_M3_VL: {"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
     LFM3_VL: {"lfm3": "Lfm3ForCausalLM"},

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTURES, LFM3
-from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, GLM_NEXT, KIMI_LINEAR, LING_3, OLMO_HYBRID
+from services.worker.models.hf_layers.delta import (
+    DELTA_ARCHITECTURES,
+    GLM_NEXT,
+    KIMI_LINEAR,
+    LING_3,
+    OLMO_HYBRID,
+    QWEN4,
+)
 from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
 from services.worker.models.hf_layers.selective import JAMBA
 from services.worker.models.hf_layers.shared import ZAMBA2
@@ -182,7 +189,7 @@ _NAMES = {
         ),
     ),
     GRANITE: TensorNames(mlp="shared_mlp", gate_and_up="input_linear", down="output_linear"),
-    **dict.fromkeys(DELTA_ARCHITECTURES, TensorNames(mixer="linear_attn")),
+    **dict.fromkeys((*DELTA_ARCHITECTURES, QWEN4), TensorNames(mixer="linear_attn")),
     OLMO_HYBRID: TensorNames(
         mixer="linear_attn",
         mixer_output="o_proj",

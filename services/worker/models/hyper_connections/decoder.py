@@ -1,4 +1,4 @@
-"""The forward pass of decoders with several residual streams, whose attention is over compressed keys, or latent."""
+"""The forward pass of decoders with several residual streams, whatever their attention is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.worker.ops.interface import BatchMeta, Ops
 
 
 class StreamsDecoder(Decoder):
-    """HY4's, with latent attention. Layers pass one by one, by single operations."""
+    """HY4's and GLM-5-Next's. Layers pass one by one, by single operations."""
 
     @property
     def capturable(self) -> bool:
@@ -49,7 +49,8 @@ class StreamsDecoder(Decoder):
             self._pipeline.send(streams.flatten(1))
             return None
         x = close_streams(self._ops, streams, self._weights.streams, connections, eps)
-        x = self._ops.rms_norm(x, self._weights.final_norm, eps)
+        if not connections.rank:
+            x = self._ops.rms_norm(x, self._weights.final_norm, eps)
         if features is None:
             return self.logits(x)
         features.copy_(x)
@@ -63,6 +64,7 @@ class StreamsDecoder(Decoder):
         layer, config, eps = self._weights.layers[number], self._config.connections, self._config.norm_eps
         assert layer.streams is not None
         assert config is not None
+        streams = self._with_grams(layer, streams, ids, meta, caches)
         x, around = open_block(self._ops, streams, layer.streams[0], config, eps)
         attend = self._attention_of(number, self._normed(x, layer.input_norm), meta, caches)
         if wanted is not None and not len(wanted):
@@ -76,6 +78,12 @@ class StreamsDecoder(Decoder):
         mlp = layer.mlp.of_tokens(ids) if isinstance(layer.mlp, MixtureMlp) else layer.mlp
         return around.close(self._mlp_sum(layer, mlp, self._normed(x, layer.mlp_norm)))
 
+    def _with_grams(
+        self, layer: LayerWeights, streams: Tensor, ids: Tensor, meta: BatchMeta, caches: KvCaches
+    ) -> Tensor:
+        """With what the layer adds of n-grams."""
+        return streams
+
     def _attention_of(self, number: int, x: Tensor, meta: BatchMeta, caches: KvCaches) -> Callable[[], Tensor]:
         """x [n, hidden], normed → what computes the heads' values for them, [n, …], in the layer of this number on this
         rank; the cache has what is kept of the rows then."""
@@ -83,13 +91,19 @@ class StreamsDecoder(Decoder):
         if layer.mixer is not None:
             mixed = self._states.mixed(layer, self._inputs(layer, x), x, meta, caches[number])
             return lambda: mixed
-        assert attention is not None, "attention is latent"
+        if attention is None:
+            return partial(self._gated, layer, self.queries(layer, x, meta, caches[number]), meta, caches[number])
         queries = attention.queries(layer, x, meta, caches[number])
         return partial(attention.attend, layer, queries, meta, caches[number])
 
+    def _gated(self, layer: LayerWeights, queries: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """What `queries` of gated attention makes → [n, H * D]"""
+        mixed = self._attention(layer, queries[0], meta, cache)
+        return self._ops.sigmoid_gated(mixed, queries[1].flatten(1))
+
     def _normed(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        assert norm is not None, "blocks read normed rows"
-        return self._ops.rms_norm(x, norm, self._config.norm_eps)
+        """None: what is read of the streams is normed."""
+        return x if norm is None else self._ops.rms_norm(x, norm, self._config.norm_eps)
 
 
 class CompressedDecoder(StreamsDecoder):

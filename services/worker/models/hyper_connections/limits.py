@@ -17,6 +17,11 @@ def check_streams(
         return
     if config.compressed is not None:
         _check_compressed(settings, config, config.compressed, stage, method)
+    if stage.index and any(layer.grams is not None for layer in config.layers[stage.first_layer : stage.end_layer]):
+        raise ModelError(
+            f"pp-layers: layer {stage.first_layer} and others of its stage add embeddings of n-grams (ple_layer_ids), "
+            "whose tokens only the first stage is given"
+        )
     kind = "several streams" if config.compressed is None else "compressed keys"
     asked = (
         ("kv_connector", settings.on_layer),

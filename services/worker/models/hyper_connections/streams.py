@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config import HyperConnections
-from services.worker.models.weights import StreamMixing
+from services.worker.models.grams.adding import normed_streams
+from services.worker.models.layer_parts.streams import GatedMixing, StreamMixing
 from services.worker.ops.interface import Ops
 
 
@@ -39,10 +40,12 @@ class OpenBlock(NamedTuple):
 
 
 def open_block(
-    ops: Ops, streams: Tensor, weights: StreamMixing, config: HyperConnections, norm_eps: float
+    ops: Ops, streams: Tensor, weights: StreamMixing | GatedMixing, config: HyperConnections, norm_eps: float
 ) -> tuple[Tensor, OpenBlock]:
     """streams [n, S, hidden] → the row that the block reads, [n, hidden], and what its output is to be given to."""
     count = config.streams
+    if isinstance(weights, GatedMixing):
+        return _open_gated(ops, streams, weights, norm_eps)
     if not config.mixes:
         return _open_alone(ops, streams, weights, config, norm_eps)
     made = torch.split(_projected(ops, streams, weights, norm_eps), [count, count, count * count], dim=1)
@@ -68,13 +71,35 @@ def _open_alone(
     return read, OpenBlock(streams, config.magnitude * added.sigmoid() + config.eps, None)
 
 
+def _open_gated(ops: Ops, streams: Tensor, weights: GatedMixing, norm_eps: float) -> tuple[Tensor, OpenBlock]:
+    """Of streams each element of which is gated; nothing is added where there is no block. Through `ops`, as the last
+    bit of PyTorch's sigmoid goes by where in a batch an element is."""
+    count, dtype = streams.shape[1], streams.dtype
+    normed = normed_streams(streams, weights.norm, norm_eps).to(dtype)
+    flat = normed.flatten(1)
+    low = ops.linear(flat, weights.down) / count
+    made = ops.gated_act(torch.cat((low, torch.ones_like(low)), dim=1), "silu")
+    shared = ops.sigmoid_gated(flat.clone(), ops.linear(made, weights.up))
+    read = shared.view(streams.shape).float().mean(1).to(dtype)
+    if weights.added is None:
+        return read, OpenBlock(streams, streams.new_zeros(streams.shape[:2]), None)
+    logits = ops.linear(flat, weights.added) / count
+    return read, OpenBlock(streams, ops.sigmoid_gated(torch.full_like(logits, 2.0), logits).float(), None)
+
+
 def close_streams(
-    ops: Ops, streams: Tensor, weights: StreamMixing | None, config: HyperConnections, norm_eps: float
+    ops: Ops,
+    streams: Tensor,
+    weights: StreamMixing | GatedMixing | None,
+    config: HyperConnections,
+    norm_eps: float,
 ) -> Tensor:
     """streams [n, S, hidden] behind the last layer → the rows that the last norm reads, [n, hidden]. `weights`: None:
     their mean."""
     if weights is None:
         return streams.mean(dim=1)
+    if isinstance(weights, GatedMixing):
+        return _open_gated(ops, streams, weights, norm_eps)[0]
     made = _projected(ops, streams, weights, norm_eps)
     return _joined(streams, (made * weights.scale + weights.base).sigmoid() + config.eps)
 

@@ -21,12 +21,14 @@ from services.worker.models.checkpoint import (
     StoredTensorSource,
     TensorPart,
     TensorSource,
+    read_exactly,
 )
 from services.worker.models.config import ModelError
 from services.worker.models.hf_layers.mixture import Mixture
 from services.worker.models.mixture.biased_experts import read_biased_experts
 from services.worker.models.mixture.expert_tensors import ExpertTensors, stacked
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader
+from services.worker.ops.interface import Routing
 from services.worker.ops.quantized import QuantizedWeight, Scheme, WeightStack, quantize
 
 
@@ -241,3 +243,18 @@ def _runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def _rounded(stack: Tensor, code: Scheme) -> list[QuantizedWeight]:
     """Each matrix by itself: float32 of all would take several times the memory of the layer."""
     return [quantize(matrix, code) for matrix in stack]
+
+
+def read_routing(source: TensorSource, correction: str | None, mixture: Mixture, device: torch.device) -> Routing:
+    """`correction`: what is added to experts' scores where they are chosen, if there is any; None: they are not chosen
+    by scores. Raises ModelError."""
+    corrected = mixture.corrected and correction is not None
+    return Routing(
+        chosen=mixture.chosen,
+        renormalised=mixture.renormalised,
+        scoring=mixture.scoring,
+        groups=mixture.groups,
+        chosen_groups=mixture.chosen_groups,
+        bias=read_exactly(source, correction, (mixture.experts,)).to(device) if corrected and correction else None,
+        scale=mixture.scale,
+    )

@@ -36,6 +36,7 @@ from services.worker.models.published.mixtures import (
 )
 from services.worker.models.published.nas import NEMOTRON_NAS, nemotron_nas
 from services.worker.models.published.norms import ouro, plamo_3
+from services.worker.models.published.qwen import QWEN4, qwen4
 
 _Keys = Mapping[str, Any]
 
@@ -430,5 +431,6 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     MISTRAL_LARGE_4: mistral_large,
     MINISTRAL_3: ministral,
     MISTRAL_4: mistral_small,
+    QWEN4: qwen4,
 }
 """Who reads the configuration of which architecture."""

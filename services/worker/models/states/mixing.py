@@ -32,7 +32,7 @@ class StateMixing:
             projected = torch.cat((projected, self._ops.linear(x, layer.steps)), dim=1)
         if layer.gates is not None:
             projected = self._with_gates(projected, layer.gates, mixer.conv_weight.shape[1])
-        mixed = self._mix(projected, mixer, states, meta)
+        mixed = self.mix(projected, mixer, states, meta)
         if layer.split_norm is not None:
             assert isinstance(mixer, StateSpace)
             alone = self._communicator.world_size == 1
@@ -47,7 +47,7 @@ class StateMixing:
         them: drafts that are computed again need only what was given to each."""
         inputs, gates = projected.chunk(2, dim=1)
         windows, states = cache
-        rows = self._mix(inputs, space.convolution, StateCache(windows, states[..., :0]), meta)
+        rows = self.mix(inputs, space.convolution, StateCache(windows, states[..., :0]), meta)
         made = self._ops.linear(rows, weights.made)
         if self._communicator.world_size > 1:  # each rank has made its channels' part of these
             made = self._communicator.sum(made)
@@ -59,7 +59,7 @@ class StateMixing:
             )
         steps = self._ops.linear(steps.contiguous(), weights.steps)
         given = torch.cat((gates, rows, b, c, steps), dim=1)
-        return self._mix(given, space, StateCache(windows[:, :0], states), meta)
+        return self.mix(given, space, StateCache(windows[:, :0], states), meta)
 
     def _with_gates(self, projected: Tensor, gates: LowRankGates, channels: int) -> Tensor:
         """projected [n, C + 2 * R + H] → [n, H * P + C + H * N + H], as `StateOps.mix` takes it."""
@@ -68,7 +68,8 @@ class StateMixing:
         made = (self._ops.linear(outputs, gates.outputs), projected[:, :channels], self._ops.linear(rates, gates.rates))
         return torch.cat((*made, projected[:, channels + 2 * gates.rank :]), dim=1)
 
-    def _mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
+    def mix(self, projected: Tensor, mixer: StateMixer, cache: StateCache, meta: BatchMeta) -> Tensor:
+        """See `StateOps.mix`; where sequences have drafts, by the step's trial."""
         assert meta.states is not None, "a model with states has them in every step"
         trial = meta.states.trial
         if trial is not None:

@@ -1,5 +1,5 @@
-"""What configs say of MiniMax-M3, HY4, Mistral Large 4, Mistral Small 4, Ministral 3, DeepSeek-OCR 2 and GLM-5-Next, as
-published files have it and as transformers 5 does."""
+"""What configs say of MiniMax-M3, HY4, Mistral Large 4, Mistral Small 4, Ministral 3, DeepSeek-OCR 2, GLM-5-Next and Qwen4,
+as published files have it and as transformers 5 does."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import Any
 
 import msgspec
 import pytest
-from transformers import Glm5NextTextConfig
+from transformers import Glm5NextTextConfig, Qwen4ExpTextConfig
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
 from services.worker.backend import BackendError
 from services.worker.models.config import (
     BlockIndexConfig,
     DeltaConfig,
+    GramConfig,
     HyperConnections,
     Mixture,
     ModelError,
     PositionSteps,
 )
+from services.worker.models.grams.hashes import multipliers, table_sizes
 from services.worker.models.hf_config import is_native, read_model_config
 from services.worker.models.published import glm_next, hunyuan, minimax, mistral_large
 from services.worker.sim.shape import read_shape
@@ -46,6 +49,17 @@ HY4: dict[str, Any] = {"architectures": ["HYV4ForCausalLM"]}
 LARGE: dict[str, Any] = {"architectures": ["MistralLarge4ForCausalLM"]}
 SMALL: dict[str, Any] = {"architectures": ["Mistral4ForCausalLM"]}
 NEXT: dict[str, Any] = {"architectures": ["Glm5NextForCausalLM"]}
+QWEN4: dict[str, Any] = {
+    "architectures": ["Qwen4ExpForCausalLM"],
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+    "ple_layer_ids": [2, 14],
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
+    "eos_token_id": [248044, 248046],
+}
 """The language models within; sizes are the defaults."""
 
 
@@ -186,6 +200,24 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
             "layer_types 'sliding_attention' is not supported; supported: linear_attention, indexed_attention, "
             "deepseek_sparse_attention, full_attention",
         ),
+        (QWEN4, {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported; supported: silu"),
+        (QWEN4, {"hc_count": 1}, "hc_count 1 is not above 1"),
+        (QWEN4, {"hc_lowrank": 0}, "hc_lowrank 0 is not positive"),
+        (QWEN4, {"norm_topk_prob": False}, "norm_topk_prob False is not supported; True is"),
+        (
+            QWEN4,
+            {"layer_types": ["sliding_attention"] * 40},
+            "layer_types 'sliding_attention' is not supported; supported: linear_attention, indexed_attention, "
+            "full_attention",
+        ),
+        (QWEN4, {"layer_types": ["linear_attention"]}, "layer_types names 1 layers, num_hidden_layers 40"),
+        (QWEN4, {"indexer_budget": None}, "indexer_budget None is not positive"),
+        (QWEN4, {"indexer_kv_heads": 2}, "indexer_kv_heads 2 is not supported; 1 is"),
+        (QWEN4, {"indexer_budget": 2040}, "indexer_budget 2040 is no multiple of indexer_compress_ratio 16"),
+        (QWEN4, {"ple_layer_ids": [4]}, "ple_layer_ids 4 is no layer of linear_attention"),
+        (QWEN4, {"ngram_size": 1}, "ngram_size 1 is not above 1"),
+        (QWEN4, {"ple_embed_dim": 100}, "ple_embed_dim 100 is no multiple of 16 embeddings of n-grams"),
+        (QWEN4, {"eos_token_id": None}, "eos_token_id is missing, which n-grams of ple_layer_ids do not reach beyond"),
         (LARGE, {"n_group": 2}, "n_group 2 is not supported; 1 is"),
         (LARGE, {"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0 is not positive"),
         (LARGE, {"no_rope_layers": [1]}, "no_rope_layers names 1 layers, num_hidden_layers 72"),
@@ -324,6 +356,37 @@ def test_glm_next_is_a_ling_3_in_streams_that_chooses_pools(tmp_path: Path) -> N
     assert [layer.mixes for layer in config.layers] == [False] * 3 + [True] * 42
 
 
+def test_qwen4_is_a_qwen3_5_in_gated_streams_with_n_grams(tmp_path: Path) -> None:
+    config = read(tmp_path, QWEN4)
+    assert is_native(tmp_path)
+    assert config.connections == HyperConnections(4, 0, 0.0, mixes=False, rank=320)
+    assert config.grams == GramConfig(
+        size=3, heads=8, dim=2048, kernel=4, base=20_000_000, divisor=128, seed=1234, shards=512, end=248_044
+    )
+    assert [(number, layer.grams) for number, layer in enumerate(config.layers) if layer.grams is not None] == [
+        (1, 0),
+        (13, 1),
+    ]
+    assert [number for number, layer in enumerate(config.layers) if not layer.has_state] == list(range(3, 40, 4))
+    assert config.mixture is not None
+    assert (config.mixture.experts, config.mixture.chosen, config.mixture.shared_size) == (512, 10, 512)
+    assert (config.eos_token_ids, config.rotary_dim, config.gated_attention) == ((248_044, 248_046), 64, True)
+    assert config.max_positions == 2048 + 15
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_hashes_of_n_grams_are_the_librarys(number: int) -> None:
+    grams = GramConfig(size=4, heads=3, dim=36, kernel=4, base=500, divisor=64, seed=99, shards=4, end=2)
+    described = {"vocab_size": 300, "ngram_size": 4, "heads_per_ngram": 3, "ngram_vocab_size_base": 500, "seed": 99}
+    config = Qwen4ExpTextConfig(**described, make_ngram_vocab_size_divisible_by=64, eos_token_id=2)
+    theirs = Qwen4ExpTextNGramEmbedding(config, 36, 0, number)
+    sizes, offsets, rows = table_sizes(grams, number)
+    assert sizes.flatten().tolist() == theirs.head_vocab_sizes
+    assert offsets.flatten().tolist() == theirs.head_offsets
+    assert rows == len(theirs.ngram_embedding.weight)
+    assert multipliers(grams, 300, number).tolist() == theirs.layer_multipliers.tolist()
+
+
 def test_glm_next_is_read_as_it_is_published(tmp_path: Path) -> None:
     kinds = ["deepseek_sparse_attention" if number % 4 == 3 else "linear_attention" for number in range(45)]
     published: dict[str, Any] = {
@@ -417,7 +480,12 @@ def test_the_simulation_knows_no_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("MistralLarge4", "latents that layers share"), ("Glm5Next", "gated delta nets")]
+    ("name", "kind"),
+    [
+        ("MistralLarge4", "latents that layers share"),
+        ("Glm5Next", "gated delta nets"),
+        ("Qwen4Exp", "gated delta nets"),
+    ],
 )
 def test_the_simulation_knows_no_model_with_a_tower_of_these(tmp_path: Path, name: str, kind: str) -> None:
     whole = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": {}}

@@ -1,0 +1,1 @@
+"""Embeddings of n-grams that layers add to several streams."""

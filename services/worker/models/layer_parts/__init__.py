@@ -1,0 +1,1 @@
+"""What layers of several streams have: their weights."""
