@@ -69,6 +69,8 @@ class ApiShape(NamedTuple):
     """How errors are shown."""
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
     """The headers that name the request."""
+    for_anthropic: ApiShape | None = None
+    """Another one for Anthropic's clients, where they have the path in common with others."""
 
 
 OPENAI = ApiShape(RequestError.body)
@@ -251,7 +253,7 @@ class Call:
         limits: BodyLimits,
         shape: ApiShape = OPENAI,
     ) -> None:
-        self.scope, self._receive, self.send, self._shape = scope, receive, send, shape
+        self.scope, self._receive, self.send = scope, receive, send
         self._limits = limits
         self._lease = BodyLease()
         self.connection: ClientConnection = scope["extensions"][EXTENSION]
@@ -273,6 +275,8 @@ class Call:
         self._released = False
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         """By their lower-case names."""
+        self.is_anthropic = b"anthropic-version" in self.headers
+        self._shape = shape.for_anthropic if self.is_anthropic and shape.for_anthropic is not None else shape
         given = self.headers.get(b"x-request-id", b"")
         self.client_id = given.decode() if _REQUEST_ID.fullmatch(given) else None
         self.id = self.client_id or secrets.token_hex(16)

@@ -172,7 +172,7 @@ class InfoEndpoints:
     async def models(self, call: Call) -> None:
         """`/v1/models`: all models that are served and that the client may use."""
         shown = self._shown(call)
-        await call.respond_json(model_page(shown) if _is_anthropic(call) else {"object": "list", "data": shown})
+        await call.respond_json(model_page(shown) if call.is_anthropic else {"object": "list", "data": shown})
 
     async def model(self, call: Call) -> None:
         """`/v1/models/NAME`. Raises RequestError 404."""
@@ -181,7 +181,7 @@ class InfoEndpoints:
         if not found:
             message = f"The model `{abbreviated(name)[1:-1]}` does not exist."
             raise RequestError(404, message, param="model", code="model_not_found")
-        await call.respond_json(model_info(found[0]) if _is_anthropic(call) else found[0])
+        await call.respond_json(model_info(found[0]) if call.is_anthropic else found[0])
 
     def _shown(self, call: Call) -> list[dict[str, Any]]:
         """Models, adapters and aliases that the client may use; a key that names a model allows its aliases."""
@@ -222,11 +222,6 @@ async def ask_tokenizer(
     call.record.model = card.name
     check_model((card.name, *card.aliases), call.key)
     return card, await table.tokenizer.ask(card, question, reply_type)
-
-
-def _is_anthropic(call: Call) -> bool:
-    """Whether Anthropic's SDK asks, whose path is OpenAI's."""
-    return b"anthropic-version" in call.headers
 
 
 def _model_body(card: ModelCard) -> dict[str, Any]:

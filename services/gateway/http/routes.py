@@ -99,6 +99,7 @@ def all_routes(parts: EndpointParts) -> list[Route]:
 
 ANTHROPIC = ApiShape(anthropic_error, (b"x-request-id", b"request-id"))
 OLLAMA = ApiShape(ollama_error)
+MODELS = OPENAI._replace(for_anthropic=ANTHROPIC)
 
 
 class _Routes:
@@ -135,8 +136,8 @@ class _Routes:
             route("POST", "/invocations", invoked, "inference", media=True),
             route("POST", "/tokenize", info.tokenize, "inference"),
             route("POST", "/detokenize", info.detokenize, "inference"),
-            route("GET", "/v1/models", info.models, "read-only"),
-            route("GET", "/v1/models/{name:path}", info.model, "read-only"),
+            route("GET", "/v1/models", info.models, "read-only", MODELS),
+            route("GET", "/v1/models/{name:path}", info.model, "read-only", MODELS),
         ]
 
     def responses(self) -> list[Route]:

@@ -116,6 +116,12 @@ async def test_errors_are_those_that_the_sdk_knows(client: AsyncAnthropic) -> No
     assert "max_tokens" in bad.value.message
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         await client.messages.create(model="other", messages=HELLO, max_tokens=1)
+    with pytest.raises(anthropic.NotFoundError, match="does not exist") as unknown:
+        await client.models.retrieve("other")
+    shown: Any = unknown.value.body
+    assert (shown["type"], shown["error"]["type"]) == ("error", "not_found_error")
+    assert unknown.value.request_id is not None
+    assert (await client.models.retrieve(MODEL))._request_id is not None
     with pytest.raises(anthropic.BadRequestError, match="container"):
         await client.messages.create(model=MODEL, messages=HELLO, max_tokens=1, container="c")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any
 
 from services.gateway.api.errors import abbreviated, not_allowed, unsupported
@@ -67,7 +69,8 @@ def _named(block: dict[str, Any], name: str, where: str, *, required: bool = Fal
 
 
 def _marked(block: dict[str, Any], where: str, named: dict[str, str | None], text: str) -> str:
-    """The text between marks, behind what is said of it, so that the model knows one from another."""
+    """The text between marks, behind what is said of it, so that the model knows one from another. Where it has such a
+    mark itself the marks are numbered: no text ends before its end."""
     match block.get("citations"):
         case None | {"enabled": False}:
             pass
@@ -76,5 +79,8 @@ def _marked(block: dict[str, Any], where: str, named: dict[str, str | None], tex
         case citations:
             raise not_allowed(f"{where}.citations", citations, '{"enabled": false} is')
     kind = block["type"]
-    lines = [f"{name}: {value}" for name, value in named.items() if value is not None]
-    return "\n".join([f"<{kind}>", *lines, text, f"</{kind}>"])
+    content = "\n".join([*(f"{name}: {value}" for name, value in named.items() if value is not None), text])
+    taken = set(re.findall(rf"</{kind}((?:-\d+)?)>", content))
+    suffixes = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    mark = kind + next(suffix for suffix in suffixes if suffix not in taken)
+    return f"<{mark}>\n{content}\n</{mark}>"
