@@ -136,7 +136,7 @@ class TokenizerActor(Actor):
                 elif (full := self._lanes.refusal(size)) is not None:
                     await self._send(message, _overloaded(message, full), started)
                 else:
-                    self._start_long(self._tokenize_long(message, started), size)
+                    self._hold(message, self._start_long(self._tokenize_long(message, started), size))
             case Withdraw():
                 self._withdraw(message)
             case RequestEnded():
@@ -147,6 +147,10 @@ class TokenizerActor(Actor):
                 self._lanes.give_back_memory()
             case _:
                 raise TypeError(f"a tokenizer takes no {type(message).__name__}")
+
+    def _hold(self, message: Tokenize, task: asyncio.Task[None]) -> None:
+        """At once, as the next message may be its withdrawal, before the task has begun."""
+        self._held[message.request] = _HeldPrompt(message.attempt, message.gateway, message.hears_held, task)
 
     def _withdraw(self, withdrawn: Withdraw) -> None:
         """Its gateway has given the request up: what waits is dropped, and what is being encoded goes nowhere."""
@@ -255,10 +259,9 @@ class TokenizerActor(Actor):
 
     async def _tokenize_long(self, message: Tokenize, started: float) -> None:
         """Sends nothing of a request that was dispatched again, or withdrawn, meanwhile."""
-        task = asyncio.current_task()
-        assert task is not None
-        held = _HeldPrompt(message.attempt, message.gateway, message.hears_held, task)
-        self._held[message.request] = held
+        held = self._held.get(message.request)
+        if held is None or held.attempt != message.attempt:
+            return
         outcome: Route | RequestRejected
         try:
             prompt = await self._rendered(message)

@@ -51,6 +51,19 @@ GATEWAY = GatewayId("gateway-1")
 MESSAGES = json.dumps([{"role": "user", "content": "Hello world"}]).encode()
 
 
+def tokenize_message(prompt: Prompt, request: str, attempt: int = 1, *, hears_held: bool = True) -> Tokenize:
+    return Tokenize(
+        request=RequestId(request),
+        attempt=Attempt(attempt),
+        gateway=GATEWAY,
+        model=MODEL,
+        prompt=prompt,
+        sampling=SamplingOptions(seed=1),
+        stopping=StopConditions(),
+        hears_held=hears_held,
+    )
+
+
 class Ring:
     """A tokenizer between a gateway and a coordinator that only listen."""
 
@@ -77,16 +90,7 @@ class Ring:
         await (self.held if isinstance(message, PromptsHeld) else self.at_gateway).put(message)
 
     async def tokenize(self, prompt: Prompt, request: str = "r", attempt: int = 1, *, hears_held: bool = True) -> None:
-        message = Tokenize(
-            request=RequestId(request),
-            attempt=Attempt(attempt),
-            gateway=GATEWAY,
-            model=MODEL,
-            prompt=prompt,
-            sampling=SamplingOptions(seed=1),
-            stopping=StopConditions(),
-            hears_held=hears_held,
-        )
+        message = tokenize_message(prompt, request, attempt, hears_held=hears_held)
         await self.bus.publish(topics.tokenize(MODEL), message)
 
     async def withdraw(self, request: str, attempt: int = 1) -> None:
@@ -270,6 +274,15 @@ async def test_a_request_that_is_given_up_before_it_is_read_is_dropped_and_its_n
     for attempt in (1, 2, 3):
         await ring.tokenize(TextPrompt("Hello"), "r", attempt)
     assert (await heard(ring.routed)).generation.attempt == 3
+
+
+async def test_a_withdrawal_may_come_before_the_prompt_is_begun(ring: Ring) -> None:
+    for name in ("left", "stays"):
+        await ring.actor.handle(tokenize_message(TextPrompt(SENTENCES * 300), name))
+    await ring.actor.handle(Withdraw(RequestId("left"), Attempt(1)))
+    assert (await heard(ring.routed)).generation.request == "stays"
+    await until_held(ring, 0)
+    assert ring.routed.empty()
 
 
 async def test_a_withdrawal_of_an_old_attempt_leaves_the_new_one_alone(
