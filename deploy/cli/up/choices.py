@@ -36,6 +36,7 @@ from deploy.cli.up.models import (
 )
 from deploy.cli.up.options import given, placed, service_settings, stack_settings
 from deploy.cli.up.other_hosts import check_certificates, check_outside_bus, cluster_choice, hosts_choice
+from deploy.cli.up.sources import with_sources
 from deploy.cli.up.store import node_name, ssd_settings, store_choice, with_connector, without_unused_store
 from deploy.errors import CommandError
 from deploy.model_choice import folder_with_tokenizer, model_folder, served_name
@@ -111,7 +112,7 @@ def stack_spec(
     Removes what a killed supervisor left in shared memory, as it takes the memory that the store is to have.
     """
     chosen = chosen_models(models)
-    values = given(first_of(chosen, typed))
+    values = given(first_of(chosen, with_sources(typed, assigned, config, process_environment())))
     check_together(chosen, values, own)
     options = _Options(values, assigned, stack_settings(values), placed(values), name, run_dir, config)
     spec = _described(options, _layout(options))

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from deploy.cli.ps import duration
 from deploy.cli.up.assignments import parsed_settings
 from deploy.cli.up.choices import check_adapters, check_gateway, worker_configs
-from deploy.cli.up.counts import counts_of
-from deploy.cli.up.data_parallel import engines_of_groups
+from deploy.cli.up.counts import counts_of, engines_of_groups
 from deploy.errors import CommandError
 from deploy.model_choice import DEMO_MODEL, folder_with_tokenizer, model_directory, model_folder, served_name
 from deploy.supervisor.core.plan import Counts, all_process_specs

@@ -85,3 +85,30 @@ def test_a_stack_is_described_by_what_was_typed(tmp_path: Path) -> None:
     assert (spec.host, spec.port, spec.namespace, spec.drain_timeout) == ("127.0.0.1", 8000, "baton", 30.0)
     assert spec.settings["worker"].keys() == {"device", "sim_step_ms", "threads"}
     assert spec.served_model_name == "baton-demo"
+
+
+def test_options_that_are_dealt_out_come_from_a_file_and_the_environment_as_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that configuration.md names is passed over in silence."""
+    file = tmp_path / "baton.toml"
+    gateway = '[gateway]\nport = 1\nhost = "127.0.0.2"\napi_keys = ["k"]\n'
+    file.write_text(
+        f'drain_timeout = 5\n{gateway}[kvstore]\nkvstore_memory = "0"\n[worker]\nserved_model_name = "m"\npp = 2\n'
+    )
+    monkeypatch.setenv("BATON_GATEWAY_PORT", "2")
+    monkeypatch.setenv("BATON_WORKER_PP", "1")
+    sources = [({}, {}), ({"port": 3}, {}), ({"port": 3}, {"gateway": {"port": "4"}, "*": {"namespace": "n"}})]
+    specs = [
+        stack_spec(
+            dict.fromkeys(offers()) | {"device": "sim"} | typed, assigned, name="s", run_dir=tmp_path, config=file
+        )
+        for typed, assigned in sources
+    ]
+    assert [(spec.port, spec.namespace) for spec in specs] == [(2, "baton"), (3, "baton"), (4, "n")]
+    for spec in specs:
+        assert (spec.host, spec.served_model_name, spec.drain_timeout) == ("127.0.0.2", "m", 5.0)
+        assert (spec.api_keys, spec.counts.kvstore, spec.counts.stages) == (("k",), 0, 1)
+    monkeypatch.setenv("BATON_GATEWAY_PORT", "many")
+    with pytest.raises(CommandError, match=r"port = 'many' .from environment BATON_GATEWAY_PORT.: Expected `int`"):
+        stack_spec(dict.fromkeys(offers()), {}, name="s", run_dir=tmp_path, config=None)
