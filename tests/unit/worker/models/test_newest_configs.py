@@ -1,5 +1,5 @@
-"""What configs say of MiniMax-M3, HY4, Mistral Large 4, Mistral Small 4, Ministral 3, DeepSeek-OCR 2, GLM-5-Next and Qwen4,
-as published files have it and as transformers 5 does."""
+"""What configs say of MiniMax-M3, HY4, Mistral Large 4, Mistral Small 4, Ministral 3, DeepSeek-OCR 2, GLM-5-Next and
+Qwen4, as published files have it and as transformers 5 does."""
 
 from __future__ import annotations
 
