@@ -109,7 +109,7 @@ def mistral_small(raw: Mapping[str, Any]) -> Published:
 
 
 def _with_softmax(config: ModelConfig) -> ModelConfig:
-    mixture = config.mixture and replace(config.mixture, scoring="softmax", corrected=False)
+    mixture = config.mixture and replace(config.mixture, scoring="softmax", corrected=False, exact_router=False)
     return replace(config, mixture=mixture)
 
 
