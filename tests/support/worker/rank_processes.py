@@ -39,16 +39,13 @@ from shared.messages.generation import Generation, PromptEmbeds, SamplingOptions
 from shared.messages.scheduler import GenerateRequest, StepFinished
 from shared.packing import pack
 from tests.support.engines.checking_worker import DETOKENIZER, GATEWAY, TIMING
+from tests.support.lanes.forked_server import PRELOADED
 from tests.support.worker.plan_driver import GREEDY
 from tests.support.worker.rank_process import Drew, Serve, Serving, main, read, write
 
 _rendezvous = count()
 FORKING = multiprocessing.get_context("forkserver")
-"""Ranks, and servers of grammars, are forked from a process that has imported what they need: that takes most of the
-processor time of either."""
-FORKING.set_forkserver_preload(
-    [main.__module__, "transformers.modeling_utils", "services.worker.guided.fork_server", "xgrammar"]
-)
+FORKING.set_forkserver_preload(list(PRELOADED))
 WHOLE_EXPERTS = ExpertSettings(parallel=True)
 MOVED_WITHIN = 120.0
 """Seconds. Experts are moved by threads beside steps: how many steps that takes is the machine's."""

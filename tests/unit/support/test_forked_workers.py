@@ -12,12 +12,16 @@ from tests.support.paths import REPOSITORY
 pytest_plugins = ["pytester"]
 
 CONFTEST = """
+from tests.support.lanes import forked_server
 from tests.support.lanes.forked_workers import fork_workers
+
+forked_server.PRELOADED = ()
 
 def pytest_xdist_setupnodes(config, specs):
     assert fork_workers(config, specs) == 2
 """
 TESTS = """
+import multiprocessing
 import os
 import sys
 
@@ -28,6 +32,17 @@ import warned
 def test_what_it_imports_is_there():
     assert FOUND
     assert sys.modules["__main__"].__dict__.get("__spec__") is None
+
+def say(sender):
+    sender.send(FOUND)
+
+def test_what_multiprocessing_forks_has_it_too():
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=say, args=(sender,))
+    process.start()
+    assert receiver.recv()
+    process.join()
 
 def test_that_fails():
     left = 1
@@ -51,7 +66,7 @@ def _some_tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_they_have_imported_what_tests_import_and_one_that_crashes_is_replaced(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess("-n", "2")
-    assert result.parseoutcomes()["passed"] == 2
+    assert result.parseoutcomes()["passed"] == 3
     result.stdout.fnmatch_lines(["*assert 1 == 2*"])
     assert "crashed while running 'test_some.py::test_that_ends_its_process'" in result.stdout.str()
 

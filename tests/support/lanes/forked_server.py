@@ -1,0 +1,54 @@
+"""The fork server of `multiprocessing` is forked of a process of tests before that has threads: most of what it would
+import, PyTorch and `transformers` among it, is there. It imports the rest once it is asked for a process."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import forkserver, util
+from typing import Any, NoReturn
+
+PRELOADED = (
+    "tests.support.worker.rank_process",
+    "transformers.modeling_utils",
+    "services.worker.guided.fork_server",
+    "xgrammar",
+)
+"""What is forked are ranks, and servers of grammars: importing takes most of the processor time of either."""
+
+
+def fork_server() -> None:
+    """Forks it, to be found by who needs one; to be called where this process has one thread."""
+    forkserver.set_forkserver_preload(list(PRELOADED))
+    start = util.spawnv_passfds  # type: ignore[attr-defined]
+
+    def forked(path: bytes, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+        code = os.fsdecode(arguments[-1])
+        if forkserver.__name__ not in code:
+            return int(start(path, arguments, descriptors))
+        return os.fork() or _serve(code, descriptors)
+
+    util.spawnv_passfds = forked  # type: ignore[attr-defined]
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = start  # type: ignore[attr-defined]
+
+
+def _serve(code: str, descriptors: Sequence[int]) -> NoReturn:
+    """What `python -c` does with `code`, once somebody connects or nobody can any more."""
+    try:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor not in descriptors:
+                with suppress(OSError):  # that of the list itself
+                    os.close(descriptor)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.dup2(2, 1)
+        os.close(nothing)
+        select.select(descriptors, [], [])
+        exec(code, {})
+    finally:
+        os._exit(0)
