@@ -266,19 +266,19 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(more: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+def plain(more: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """What one engine of one rank says that plans when it has a result, and drafts nothing."""
     folder = tmp_path_factory.mktemp("plain")
     with running_stack(folder, kvstore="0", settings=("scheduler.run_ahead=0",), more=more) as stack:
-        yield asyncio.run(all_at_once(stack))
+        return asyncio.run(all_at_once(stack))
 
 
 @pytest.fixture(scope="module")
-def rounded(more: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+def rounded(more: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """What that engine says with weights of eight bits."""
     folder = tmp_path_factory.mktemp("rounded")
     with running_stack(folder, kvstore="0", settings=("scheduler.run_ahead=0",), more=[*more, INT8]) as stack:
-        yield asyncio.run(all_at_once(stack))
+        return asyncio.run(all_at_once(stack))
 
 
 async def counted(stack: RunningStack, instance: str, counter: str) -> float:

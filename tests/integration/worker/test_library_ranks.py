@@ -41,10 +41,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
         yield ranks
 
 
-@pytest.mark.parametrize("architecture", ["Cohere2", "Falcon", "Falcon (ALiBi)", "GPTNeoX", "Olmo2", "Starcoder2"])
+@pytest.mark.parametrize("architecture", ["Falcon", "Falcon (ALiBi)", "Olmo2", "Starcoder2"])
 def test_two_ranks_say_what_the_library_does(architecture: str, ranks: RankProcesses, tmp_path: Path) -> None:
-    """All heads split; queries, keys and values in one product, by heads, or with a key that all have; attention whole
-    and the rest split; biases, those of positions too. Others are cells of `test_model_features`."""
+    """All heads split; queries, keys and values in one product with a key that all have; attention whole and the rest
+    split; biases, those of positions too. Others are cells of `test_model_features`."""
     model = library_model(architecture, tmp_path)
     limits = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=48, max_running=4)
     sizes = []

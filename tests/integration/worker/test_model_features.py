@@ -32,7 +32,7 @@ from tests.support.models.tiny_nas import make_nas
 from tests.support.models.tiny_tokenizers import letters
 from tests.support.worker.compiled_grammars import grammar_library
 from tests.support.worker.guided_engine import GuidedEngine
-from tests.support.worker.library_situations import check_mixed_batch, prompt
+from tests.support.worker.library_situations import FEW_LENGTHS, check_mixed_batch, prompt
 from tests.support.worker.plan_driver import GREEDY, Driver
 from tests.support.worker.planned_engine import PlannedEngine
 from tests.support.worker.rank_processes import RankProcesses, rank_processes
@@ -127,7 +127,7 @@ def greedy(bench: Bench) -> None:
 
 
 def mixed_batch(bench: Bench) -> None:
-    check_mixed_batch(bench.model, bench.plain)
+    check_mixed_batch(bench.model, bench.plain, FEW_LENGTHS)
 
 
 def tensor_parallel(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from services.worker.backend import Backend
@@ -12,7 +13,7 @@ OUTPUT = 6
 LENGTHS = (1, 2, 7, 16, 17, 25, 33, 48, 71)
 """Of prompts, from a single token to several blocks, windows crossed and block edges hit."""
 FEW_LENGTHS = (1, 16, 33, 71)
-"""Of those, for what several ranks do with rows of one step: a token, a whole block, and prompts that steps cut."""
+"""Of those, where each length is tried elsewhere: a token, a whole block, and prompts that steps cut."""
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -21,10 +22,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [random.randrange(3, VOCABULARY) for _ in range(length)]
 
 
-def check_mixed_batch(model: TinyModel, backend: Backend) -> None:
-    """Prompts of all lengths and decodes in the same steps."""
+def check_mixed_batch(model: TinyModel, backend: Backend, lengths: Sequence[int] = LENGTHS) -> None:
+    """Prompts of all `lengths` and decodes in the same steps."""
     driver = Driver(backend, budget=61)
-    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     sequences = [driver.add(tokens, OUTPUT) for tokens in prompts]
     driver.run()
     assert [s.output for s in sequences] == [model.greedy(tokens, OUTPUT) for tokens in prompts]
