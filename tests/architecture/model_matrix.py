@@ -51,6 +51,8 @@ ARCHITECTURES = (
     Architecture("DeepSeek-V4", True, "deepseek-v4"),
     Architecture("HY4", True, "hy4"),
     Architecture("Mistral Large 4", True, "mistral-large-4"),
+    Architecture("Mistral Small 4", True, "mistral-small-4"),
+    Architecture("Ministral 3", True, "ministral-3"),
     Architecture("GLM-5-Next", True, "glm-5-next"),
     Architecture("MiniMax-M3", True, "minimax-m3"),
     Architecture("Qwen4", True, "qwen4"),

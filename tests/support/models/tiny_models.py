@@ -64,6 +64,18 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "rope_parameters": _DEEPSEEK_YARN,
 }
+_GROWING: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    },
+}
+"""Queries grow with every 16th position."""
 _SPARSE: dict[str, Any] = {
     "q_lora_rank": 20,
     "index_topk": 12,
@@ -283,6 +295,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm-5-next": ("Glm5NextConfig", _GLM_NEXT),
     "mistral-large-4": ("MistralLarge4Config", _MISTRAL_LARGE),
+    "mistral-small-4": (
+        "Mistral4Config",
+        {**_LATENT, **_GROWING, "head_dim": 24, "q_lora_rank": 20, "n_group": 1, "topk_group": 1},
+    ),
+    "ministral-3": ("Ministral3Config", _GROWING),
     "mamba2": (
         "Mamba2Config",
         {**_MAMBA2, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False},
@@ -414,7 +431,7 @@ STATE_FAMILIES = (
 IN_EXTRAS = (
     *("olmo-hybrid", "kimi-linear", "ling-3", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe"),
     *("lfm3", "falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4", "hy4", "mistral-large-4", "minimax-m3"),
-    *("glm-5-next", "qwen4"),
+    *("glm-5-next", "qwen4", "mistral-small-4", "ministral-3"),
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
@@ -478,7 +495,8 @@ def make_model(family: str, path: Path, *, shard_size: str = "1GB", **changes: A
     torch.manual_seed(sum(map(ord, family)))
     # Eager attention is the one that every family has, soft caps included.
     config = make_config(family, **changes)
-    build = AutoModelForImageTextToText if "text_config" in config.sub_configs else AutoModelForCausalLM
+    sees = "text_config" in config.sub_configs or config.model_type == "mistral4"  # where the library has it
+    build = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     model = build.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():

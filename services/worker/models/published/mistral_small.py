@@ -50,6 +50,7 @@ class _RawMistral(Struct, kw_only=True):
     qk_nope_head_dim: int = 64
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
+    head_dim: int | None = None
     first_k_dense_replace: int = 0
     max_position_embeddings: int = 1_048_576
     rms_norm_eps: float = 1e-6
@@ -100,6 +101,12 @@ def mistral_small(raw: Mapping[str, Any]) -> Published:
     if own.n_group != 1:
         raise ModelError(f"n_group {own.n_group} is not supported; 1 is")
     rotation, steps = _rotation(said, _YARN)
+    dim = own.head_dim or own.qk_nope_head_dim + own.qk_rope_head_dim
+    share = (own.rope_parameters or {}).get("partial_rotary_factor", own.qk_rope_head_dim / dim)
+    if int(dim * share) != own.qk_rope_head_dim:
+        raise ModelError(
+            f"partial_rotary_factor {share} of head_dim {dim} is not qk_rope_head_dim {own.qk_rope_head_dim}"
+        )
     base = {key: value for key, value in (msgspec.to_builtins(own) | said | rotation).items() if key != "head_dim"}
     base |= {
         "n_routed_experts": said.get("num_local_experts", own.n_routed_experts),

@@ -48,6 +48,7 @@ M3: dict[str, Any] = {
 HY4: dict[str, Any] = {"architectures": ["HYV4ForCausalLM"]}
 LARGE: dict[str, Any] = {"architectures": ["MistralLarge4ForCausalLM"]}
 SMALL: dict[str, Any] = {"architectures": ["Mistral4ForCausalLM"]}
+GROWING = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192}
 NEXT: dict[str, Any] = {"architectures": ["Glm5NextForCausalLM"]}
 QWEN4: dict[str, Any] = {
     "architectures": ["Qwen4ExpForCausalLM"],
@@ -305,6 +306,7 @@ def test_ministral_is_a_mistral_whose_queries_grow(tmp_path: Path) -> None:
     ("different", "message"),
     [
         ({"n_group": 2}, "n_group 2 is not supported; 1 is"),
+        ({"head_dim": 96, "rope_parameters": {"partial_rotary_factor": 0.5, **GROWING}}, "0.5 of head_dim 96 is not"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "llama_4_scaling_beta None and original"),
         (
             {"rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 0}},
