@@ -24,7 +24,7 @@ from services.worker.models.hf_layers.mixture import Mixture as Mixture
 from services.worker.models.hf_layers.selective import SelectiveConfig as SelectiveConfig
 from services.worker.models.hf_layers.shared import SharedBlocks as SharedBlocks
 from services.worker.models.rope import Rope
-from services.worker.ops.interface import Activation
+from services.worker.ops.activation import ActivationName
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -133,6 +133,13 @@ class FollowingBlock(Struct, frozen=True, omit_defaults=True):
         return hidden * (hidden if self.columns is None else 3 * self.columns)
 
 
+class ExpertLimits(Struct, frozen=True, omit_defaults=True):
+    """How far gates and ups of a layer's experts go, as `swiglustep` has it; None: they are not limited."""
+
+    routed: float | None = None
+    shared: float | None = None
+
+
 class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """What may differ between the layers of one model."""
 
@@ -175,6 +182,7 @@ class LayerConfig(Struct, frozen=True, omit_defaults=True):
     """Its number among those that add embeddings of n-grams to the streams; None: it does not."""
     chooses: bool = False
     """The model's indexer chooses which blocks of keys its tokens attend to."""
+    limits: ExpertLimits = ExpertLimits()
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -194,7 +202,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     layers: tuple[LayerConfig, ...]
     max_positions: int
     norm_eps: float
-    activation: Activation
+    activation: ActivationName
     attention_scale: float
     attention_softcap: float | None
     logits_softcap: float | None

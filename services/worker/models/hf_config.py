@@ -27,7 +27,7 @@ from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 from services.worker.models.published.configs import PUBLISHED, published_config
 from services.worker.models.states.reading.readers import STATE_READERS
 from services.worker.models.weight_files import has_head_tensor
-from services.worker.ops.interface import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from services.worker.ops.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, ActivationName
 from shared.models.image_models import IMAGE_ARCHITECTURES, TEXT_ALONE
 
 _T = TypeVar("_T")
@@ -54,7 +54,7 @@ class _Family(Struct, frozen=True):
     eps: float = 1e-6
     attention_bias: bool = False
     """Where the config does not say so."""
-    activation: Activation | None = None
+    activation: ActivationName | None = None
     """Whatever `hidden_act` says."""
     sinks: bool = False
     scaled_positions: bool = False
@@ -118,7 +118,7 @@ _NESTING = tuple(each for each in (*IMAGE_ARCHITECTURES, *TEXT_ALONE) if each no
 _OTHER_TENSORS = ("exaone",)
 """Model types whose tensors have other names than those of their architecture."""
 
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS: dict[str, ActivationName] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class _RawConfig(RawLatent, kw_only=True):
@@ -415,7 +415,7 @@ def _default_head_dim(raw: _RawConfig, family: _Family) -> int:
     return raw.hidden_size // raw.num_attention_heads
 
 
-def _activation(raw: _RawConfig, family: _Family) -> Activation:
+def _activation(raw: _RawConfig, family: _Family) -> ActivationName:
     name = (raw.hidden_activation or "gelu_pytorch_tanh") if family.gemma else raw.hidden_act
     if name not in _ACTIVATIONS:
         raise ModelError(f"hidden_act {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")

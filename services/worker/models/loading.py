@@ -52,6 +52,7 @@ from services.worker.models.weights import (
     MixtureMlp,
     SharedExpert,
 )
+from services.worker.ops.activation import swiglustep
 from services.worker.ops.interface import (
     EmbeddingTable,
     ExpertPacker,
@@ -413,7 +414,7 @@ class _Loader:
         mixture, hidden, share = self._config.mixture, self._config.hidden_size, self._share
         assert mixture is not None, "a layer mixes"
         placement = share.placements[index] if share.placements else None
-        hashed = self._config.layers[index].hashed
+        hashed, limits = self._config.layers[index].hashed, self._config.layers[index].limits
         own = None if placement is None else placement.experts_of(share.rank)
         read = read_experts(self._matrices, name, mixture, hidden, share.experts, own)
         local = None if placement is None else LocalExperts.of(placement, share.rank, self._device)
@@ -423,9 +424,9 @@ class _Loader:
             else self._matrices.pack(read.router, read.router_bias),
             experts=RankExperts((self._packer or self._ops).pack_experts(read.gate_up, read.down, read.biases), local),
             routing=self._routing(None if hashed else name, mixture),
-            shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, mixture.shared_size),
+            shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, limits.shared),
             counts=empty_counts(mixture.experts, self._device) if self._counts_picks else None,
-            activation="silu_limited" if mixture.limited else None,
+            activation="silu_limited" if mixture.limited else swiglustep(limits.routed),
             by_token=read_experts_of_tokens(self._matrices, name, self._config.vocab_size, mixture) if hashed else None,
         )
 
@@ -434,14 +435,17 @@ class _Loader:
         correction = None if layer is None else f"{self._mlp_block(layer)}.{self._names.expert_correction}"
         return read_routing(self._checkpoint, correction, mixture, self._device)
 
-    def _shared_expert(self, layer: str, mixture: Mixture, size: int) -> SharedExpert:
+    def _shared_expert(self, layer: str, mixture: Mixture, limit: float | None) -> SharedExpert:
         """By Granite's names, by DeepSeek's, or, with a gate, by Qwen's."""
+        size = mixture.shared_size
+        assert size is not None, "there is one"
         if self._config.architecture == GRANITE:
             mlp = self._columns_of(f"{layer}.{self._names.mlp}", size, self._share.shared_expert, bias=False)
             return SharedExpert(mlp, gate=None)
         block = f"{self._mlp_block(layer)}.shared_expert"
         if not mixture.shared_gated:
-            return SharedExpert(self._columns_of(f"{block}s", size, self._share.shared_expert, bias=False), gate=None)
+            mlp = self._columns_of(f"{block}s", size, self._share.shared_expert, bias=False)
+            return SharedExpert(mlp, gate=None, activation=swiglustep(limit))
         mlp = self._columns_of(block, size, self._share.shared_expert, bias=False)
         gate = self._checkpoint.read(f"{block}_gate.weight", (1, self._config.hidden_size))
         return SharedExpert(mlp, self._matrices.pack(gate, None))

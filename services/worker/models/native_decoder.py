@@ -29,7 +29,7 @@ from services.worker.models.weights import (
 from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
 from services.worker.ops.low_rank import LowRankProducts
 from services.worker.ops.native import library
-from services.worker.ops.native.kernels import ACTIVATIONS, PackedMatrix, address_of, batch_of, zeroed
+from services.worker.ops.native.kernels import PackedMatrix, address_of, batch_of, native_activation, zeroed
 from services.worker.ops.native.matrix_stacks import MatrixStack, matrices_of, rule_of
 from services.worker.ops.native.native_latents import MAX_HEAD_DIM
 from services.worker.ops.native.native_low_rank import NativeLowRank
@@ -280,7 +280,7 @@ class NativeDecoder:
             page_bits=library.page_bits(self._ops.block_size),
             cache_code=self._ops.cache_code,
             vocab=config.vocab_size,
-            activation=ACTIVATIONS[config.activation],
+            activation=native_activation(config.activation),
             eps=config.norm_eps,
             attention_scale=config.attention_scale,
             attention_softcap=config.attention_softcap or 0.0,
@@ -341,12 +341,14 @@ def _mixture(config: ModelConfig, layer: LayerWeights) -> library.DecoderMixture
     mixture = layer.mlp
     if not isinstance(mixture, MixtureMlp):
         return None
-    experts = matrices_of(mixture.experts.packed, config.activation)
+    experts = matrices_of(mixture.experts.packed, mixture.activation or config.activation)
+    of_shared = None if mixture.shared is None else mixture.shared.activation
     return library.DecoderMixture(
         router=_linear(mixture.router),
         rule=rule_of(mixture.routing, experts.count),
         experts=experts,
         shared_gate=_linear(_mlp_matrices(mixture)[2]),
+        shared_activation=native_activation(of_shared or config.activation),
         counts=address_of(mixture.counts),
     )
 

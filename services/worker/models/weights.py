@@ -43,6 +43,8 @@ class SharedExpert:
     mlp: DenseMlp
     gate: PackedLinear | None
     """[1, hidden]: the sigmoid of its product is how much of the MLP's output is taken; None: all of it."""
+    activation: Activation | None = None
+    """Where MLPs have another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,7 +470,7 @@ def mix_shared_rows(
 
 def shared_expert_rows(ops: Ops, shared: SharedExpert, x: Tensor, activation: Activation) -> Tensor:
     """x [n, hidden] → this rank's part of what the expert of all rows makes of them, [n, hidden]."""
-    output = apply_mlp(ops, shared.mlp, x, activation)
+    output = apply_mlp(ops, shared.mlp, x, shared.activation or activation)
     if shared.gate is not None:
         output = ops.sigmoid_gated(output, ops.linear(x, shared.gate))
     return output

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, NewType, Protocol, runtim
 import torch
 from torch import Tensor
 
+from services.worker.ops.activation import Activation as Activation
 from services.worker.ops.drafts import DraftAttempt, SlotCopies
 from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import ExpertBiases, QuantizedWeight, WeightStack
@@ -40,14 +41,6 @@ PackedExperts = NewType("PackedExperts", object)
 
 PackedHeads = NewType("PackedHeads", object)
 """A weight of each head, as `PackedLinear`."""
-
-Activation = Literal["silu", "gelu_tanh", "swigluoai", "relu2", "silu_limited"]
-"""What is made of gates and ups: act(gate) * up; swigluoai (vLLM's name), of gpt-oss: gates up to SWIGLU_LIMIT, ups
-between that and its negative: gate * sigmoid(SWIGLU_ALPHA * gate) * (up + 1). relu2: there are no gates, I outputs in
-place of 2 * I, and ups that are not negative are squared. silu_limited, of DeepSeek-V4: silu of gates up to
-SILU_LIMIT, times ups between that and its negative."""
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-SILU_LIMIT = 10.0
 
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 """What makes scores of a router's logits."""

@@ -19,12 +19,10 @@ from services.worker.kv.arena_cells import MakeCells, PlainArenaCells
 from services.worker.kv.copier import KvCopier
 from services.worker.kv.cuda_copier import CudaBlockStream, CudaKvCopier, PlainBlockStream
 from services.worker.kv.plain_copier import PlainKvCopier
+from services.worker.ops.activation import SWIGLU_ALPHA, limit_of
 from services.worker.ops.drafts import DraftAttempt, SlotCopies
 from services.worker.ops.gpu import runs_triton
 from services.worker.ops.interface import (
-    SILU_LIMIT,
-    SWIGLU_ALPHA,
-    SWIGLU_LIMIT,
     Activation,
     BatchMeta,
     EmbeddingTable,
@@ -163,21 +161,24 @@ class TorchOps:
 
     def gated_act(self, gate_up: Tensor, kind: Activation) -> Tensor:
         """In the dtype of `gate_up`."""
-        if kind == "relu2":
-            return gate_up.relu().square_()
         gate, up = gate_up.chunk(2, dim=1)
-        match kind:
+        name, limit = limit_of(kind)
+        match name:
             case "silu":
                 return F.silu(gate) * up
             case "gelu_tanh":
                 return F.gelu(gate, approximate="tanh") * up
             case "swigluoai":
-                gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-                return gate * (SWIGLU_ALPHA * gate).sigmoid() * (up + 1)
+                gate = gate.clamp(max=limit)
+                return gate * (SWIGLU_ALPHA * gate).sigmoid() * (up.clamp(-limit, limit) + 1)
             case "silu_limited":
-                return F.silu(gate.clamp(max=SILU_LIMIT)) * up.clamp(-SILU_LIMIT, SILU_LIMIT)
+                return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+            case "swiglustep":
+                return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+            case "relu2":
+                return gate_up.relu().square_()
             case _:
-                assert_never(kind)
+                assert_never(name)
 
     def pack_experts(
         self, gate_up: WeightStack, down: WeightStack, biases: ExpertBiases | None = None

@@ -8,13 +8,15 @@ import json
 import re
 from collections.abc import Callable
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.models.minimax import modeling_minimax
 
@@ -236,9 +238,53 @@ def test_kimis_files_are_read_as_the_library_computes_them(tmp_path: Path, recor
     agrees(model, recorded, ops="torch", budget=1000)
 
 
+ROUTED_LIMITS = [0, 0.0, 0.5, 0.25]
+SHARED_LIMITS = [9.0, 0.5, 0.75]
+"""The first of a layer without experts; of the last one there is none."""
+
+
+def swiglustep(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """As vLLM's `SwigluStepAndMul`."""
+    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+class LimitedMlp(nn.Module):
+    """`transformers`' MLP, and a limit."""
+
+    def __init__(self, mlp: Any, limit: float) -> None:
+        super().__init__()
+        self.mlp, self.limit = mlp, limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.mlp.down_proj(swiglustep(self.mlp.gate_proj(x), self.mlp.up_proj(x), self.limit))
+        return down
+
+
+class LimitedExperts(nn.Module):
+    """`transformers`' experts, and a limit."""
+
+    def __init__(self, experts: Any, limit: float) -> None:
+        super().__init__()
+        self.experts, self.limit = experts, limit
+
+    def forward(self, x: Tensor, chosen: Tensor, chances: Tensor) -> Tensor:
+        mixed = torch.zeros_like(x)
+        for number, (first, second) in enumerate(zip(self.experts.gate_up_proj, self.experts.down_proj, strict=True)):
+            gate, up = F.linear(x, first).chunk(2, dim=-1)
+            share = (chances * (chosen == number)).sum(dim=-1, keepdim=True)
+            mixed += share * F.linear(swiglustep(gate, up, self.limit), second)
+        return mixed
+
+
 def test_lings_files_are_read_as_they_are_published(tmp_path: Path, recorded: list[Tensor]) -> None:
-    """The library writes outputs of all layers under the name that those have which attend, and other keys."""
+    """The library writes outputs of all layers under the name that those have which attend, and other keys; and it has
+    no limits."""
     model = make_model("ling-3", tmp_path, num_hidden_layers=4, layer_types=None, layer_group_size=2)
+    for layer, routed, shared in zip_longest(model.reference.model.layers, ROUTED_LIMITS, SHARED_LIMITS):
+        if routed:
+            layer.mlp.experts = LimitedExperts(layer.mlp.experts, routed)
+        if shared and hasattr(layer.mlp, "shared_experts"):
+            layer.mlp.shared_experts = LimitedMlp(layer.mlp.shared_experts, shared)
     tensors = load_file(tmp_path / "model.safetensors")
     with_states = (".0.attention.", ".2.attention.")
     renamed = {
@@ -264,9 +310,12 @@ def test_lings_files_are_read_as_they_are_published(tmp_path: Path, recorded: li
         "no_kda_lora": True,
         "rope_interleave": True,
         "score_function": "sigmoid",
+        "expert_swiglu_limit_list": ROUTED_LIMITS,
+        "share_expert_swiglu_limit_list": SHARED_LIMITS,
     }
     path.write_text(json.dumps(config | published))
     agrees(model, recorded)
+    agrees(model, recorded, ops="torch", budget=1000)
 
 
 def test_lings_files_are_read_as_the_library_computes_them(tmp_path: Path, recorded: list[Tensor]) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops.interface import Activation
+from services.worker.ops.activation import Activation, LimitedActivation
 from services.worker.ops.quantized import ExpertBiases
 from tests.support.kernels.kernel_device import DEVICE
 
@@ -40,8 +40,14 @@ def exactly_gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
             return (up.clamp(min=-7.0, max=7.0) + 1) * (gate * torch.sigmoid(gate * 1.702))
         case "silu_limited":
             return F.silu(gate.clamp(max=10.0)) * up.clamp(min=-10.0, max=10.0)
+        case LimitedActivation("silu_limited", limit):
+            return F.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
+        case LimitedActivation("swiglustep", limit):
+            return F.silu(gate).clamp(max=limit) * up.clamp(min=-limit, max=limit)
         case "relu2":
             return up.relu().square()
+        case _:
+            raise ValueError(kind)
 
 
 class MixedExperts:

@@ -106,11 +106,18 @@ MIXTURES: dict[str, Layout] = {
         },
     ),
     "Param2MoEForCausalLM": Layout(
-        {**_BAILING, **_GROUPS, "use_qk_norm": True, "use_qkv_bias": False, "moe_shared_expert_intermediate_size": 64},
+        {
+            **_BAILING,
+            **_GROUPS,
+            "use_qk_norm": True,
+            "use_qkv_bias": False,
+            "moe_shared_expert_intermediate_size": 64,
+            **_rope(0.5),
+        },
         _BAILING_NAMES,
         {"attention.query_key_value": (QKV, 1)},
         reference="Glm4MoeConfig",
-        shape={**_GLM, **_ROUTED, **_GROUPS, **_rope(1.0), "use_qk_norm": True, "attention_bias": False},
+        shape={**_GLM, **_ROUTED, **_GROUPS, **_rope(0.5), "use_qk_norm": True, "attention_bias": False},
     ),
     "SarvamMLAForCausalLM": Layout(
         {

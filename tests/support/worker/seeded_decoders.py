@@ -11,6 +11,7 @@ from services.worker.distributed.communicator import SingleRank
 from services.worker.models.config import (
     ConvolutionConfig,
     DeltaConfig,
+    ExpertLimits,
     LatentConfig,
     LayerConfig,
     LightningConfig,
@@ -36,6 +37,7 @@ from services.worker.models.weights import (
     SelectiveWeights,
     SharedExpert,
 )
+from services.worker.ops.activation import swiglustep
 from services.worker.ops.interface import DeltaNet, Routing, SelectiveSpace, ShortConvolution, StateMixer, StateSpace
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.quantized import ExpertBiases, QuantizedStack, Scheme, WeightStack, quantize, stack_outputs
@@ -118,7 +120,7 @@ class SeededWeights:
         shared = {name: value for name, value in net._asdict().items() if name in StateSpace._fields}
         return StateSpace(**shared | {"skip": self.tensor(heads), "norm": self.norm(states.inner)})
 
-    def mixture(self, config: ModelConfig, mixture: Mixture, scheme: Scheme | None) -> MixtureMlp:
+    def mixture(self, config: ModelConfig, mixture: Mixture, limits: ExpertLimits, scheme: Scheme | None) -> MixtureMlp:
         def stack(out: int, inputs: int) -> WeightStack:
             whole = (self.tensor(mixture.experts, out, inputs) * inputs**-0.5).to(self.dtype)
             if scheme is None:
@@ -129,7 +131,7 @@ class SeededWeights:
         ups = size if config.activation == "relu2" else 2 * size
         if mixture.shared_size is not None:
             gate = self.linear(1, hidden, False) if mixture.shared_gated else None
-            shared = SharedExpert(self.mlp(config, mixture.shared_size, False), gate)
+            shared = SharedExpert(self.mlp(config, mixture.shared_size, False), gate, swiglustep(limits.shared))
         biases = None
         if mixture.biased:
             biases = ExpertBiases(self.tensor(mixture.experts, 2 * size), self.tensor(mixture.experts, hidden))
@@ -147,6 +149,7 @@ class SeededWeights:
             ),
             shared=shared,
             counts=empty_counts(mixture.experts, torch.device("cpu")),
+            activation=swiglustep(limits.routed),
         )
 
 
@@ -157,7 +160,7 @@ def seeded_decoder(config: ModelConfig, ops: NativeOps, dtype: torch.dtype, sche
 
     def mlp(at: LayerConfig) -> Mlp | None:
         if at.mixes and config.mixture is not None:
-            return made.mixture(config, config.mixture, scheme)
+            return made.mixture(config, config.mixture, at.limits, scheme)
         return made.mlp(config, config.intermediate_size, config.mlp_bias) if has_mlp(at) else None
 
     def has_mlp(at: LayerConfig) -> bool:

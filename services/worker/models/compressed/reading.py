@@ -27,7 +27,7 @@ from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.hf_layers.mixture import Scoring
 from services.worker.models.hf_rope import RawRope, read_ropes
 from services.worker.models.rope import Rope
-from services.worker.ops.interface import SILU_LIMIT
+from services.worker.ops.activation import SILU_LIMIT
 
 _SLIDING, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _OF_RATIOS = {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}

@@ -18,7 +18,7 @@ from services.worker.models.hf_layers.delta import GLM_NEXT as GLM_NEXT
 from services.worker.models.hf_layers.latent import IndexConfig
 from services.worker.models.published.layout import Published
 from services.worker.models.rope import STILL
-from services.worker.ops.interface import SILU_LIMIT
+from services.worker.ops.activation import SILU_LIMIT
 
 _LIKE = "BailingHybridForCausalLM"
 _SHARED_KEY = 2

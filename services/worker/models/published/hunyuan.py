@@ -14,10 +14,11 @@ from msgspec.structs import replace
 
 from services.worker.models.config import HyperConnections, ModelConfig, ModelError
 from services.worker.models.published.layout import Published
-from services.worker.ops.interface import SILU_LIMIT
+from services.worker.ops.activation import SILU_LIMIT
 
 _LIKE = "GlmMoeDsaForCausalLM"
-_INDEXED = "indexed_attention"
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+"""`transformers` reads the second as the first."""
 _PERIOD = 4
 """Where the config does not say: the first layer has an indexer, and then the first of so many."""
 
@@ -63,8 +64,8 @@ def hy4(raw: Mapping[str, Any]) -> Published:
     """Raises ModelError, and msgspec.ValidationError."""
     own = msgspec.convert({key: value for key, value in raw.items() if value is not None}, _RawHy4)
     for kind in own.layer_types or ():
-        if kind != _INDEXED:
-            raise ModelError(f"layer_types {kind!r} is not supported; supported: {_INDEXED}")
+        if kind not in _INDEXED:
+            raise ModelError(f"layer_types {kind!r} is not supported; supported: {', '.join(_INDEXED)}")
     if own.swiglu_limit != SILU_LIMIT:
         raise ModelError(f"swiglu_limit {own.swiglu_limit} is not supported; {SILU_LIMIT} is")
     if own.hc_mult < 1:

@@ -84,6 +84,7 @@ def bailing(raw: _Keys) -> Published:
 class _RawBailing2(_RawBailing, kw_only=True):
     use_qk_norm: bool = True
     partial_rotary_factor: float = 1.0
+    rope_parameters: dict[str, Any] | None = None
     n_group: int = 1
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
@@ -95,11 +96,11 @@ def bailing_2(raw: _Keys) -> Published:
     """Ling 2.0 and Ring 1T. Raises ModelError, and msgspec.ValidationError."""
     own = _converted(raw, _RawBailing2)
     dim = own.head_dim or own.hidden_size // max(own.num_attention_heads, 1)
-    rotated = int(dim * own.partial_rotary_factor)
+    rope = own.rope_parameters or {}
+    part = rope.get("partial_rotary_factor", own.partial_rotary_factor)
+    rotated = int(dim * part)
     if not 0 < rotated <= dim or rotated % 2:
-        raise ModelError(
-            f"partial_rotary_factor {own.partial_rotary_factor}: {rotated} of {dim} elements of a head would be rotated"
-        )
+        raise ModelError(f"partial_rotary_factor {part}: {rotated} of {dim} elements of a head would be rotated")
     mixture = replace(
         _mixture_of(own),
         renormalised=True,  # whatever `norm_topk_prob` says
@@ -119,6 +120,8 @@ def bailing_2(raw: _Keys) -> Published:
             f"num_experts_per_tok {own.num_experts_per_tok}: topk_group {own.topk_group} has not so many experts"
         )
     rotation = {} if rotated == dim else {"rotary_dim": rotated}
+    if rope:  # as transformers 5 writes it, with how much of a head is rotated
+        raw = {**raw, "rope_parameters": {key: rope[key] for key in rope if key != "partial_rotary_factor"}}
     return _bailing(raw, own, mixture, {"qk_norm": own.use_qk_norm, **rotation})
 
 

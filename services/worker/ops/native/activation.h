@@ -18,20 +18,21 @@ BATON_INLINE F gelu_tanh(F x) {
     F inner = all(0.7978845608028654f) * fma(all(0.044715f) * x * x, x, x);
     return all(0.5f) * x * (all(1.0f) + tanh(inner));
 }
+BATON_INLINE F within(F x, F limit) { return larger(smaller(x, limit), zeros() - limit); }
 // gpt-oss's: gates up to a limit, ups between that and its negative, of which none is left out.
-BATON_INLINE F swigluoai(F gate, F up) {
-    constexpr float kAlpha = 1.702f, kLimit = 7.0f;
-    gate = smaller(gate, all(kLimit)), up = larger(smaller(up, all(kLimit)), all(-kLimit));
-    return gate / (all(1.0f) + exp(gate * all(-kAlpha))) * (up + all(1.0f));
+BATON_INLINE F swigluoai(F gate, F up, F limit) {
+    constexpr float kAlpha = 1.702f;
+    gate = smaller(gate, limit);
+    return gate / (all(1.0f) + exp(gate * all(-kAlpha))) * (within(up, limit) + all(1.0f));
 }
-// DeepSeek-V4's: gates up to a limit, ups between that and its negative.
-BATON_INLINE F silu_limited(F gate, F up) {
-    constexpr float kLimit = 10.0f;
-    return silu(smaller(gate, all(kLimit))) * larger(smaller(up, all(kLimit)), all(-kLimit));
-}
-// What an MLP makes of its gates and ups.
-BATON_INLINE F gated(Activation kind, F gate, F up) {
-    if (kind == Activation::kSiluLimited) return silu_limited(gate, up);
-    if (kind == Activation::kSwigluOai) return swigluoai(gate, up);
-    return (kind == Activation::kSilu ? silu(gate) : gelu_tanh(gate)) * up;
+// What an MLP makes of its gates and ups. DeepSeek-V4 limits gates, Ling 3 what is made of them; both limit ups as above.
+BATON_INLINE F gated(Activation activation, F gate, F up) {
+    F limit = all(activation.limit);
+    switch (activation.kind) {
+        case ActivationKind::kSiluLimited: return silu(smaller(gate, limit)) * within(up, limit);
+        case ActivationKind::kSwigluStep: return smaller(silu(gate), limit) * within(up, limit);
+        case ActivationKind::kSwigluOai: return swigluoai(gate, up, limit);
+        case ActivationKind::kSilu: return silu(gate) * up;
+        default: return gelu_tanh(gate) * up;
+    }
 }

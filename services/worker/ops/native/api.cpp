@@ -50,12 +50,12 @@ void baton_pack_codes(Pool* pool, int code, const uint8_t* codes, int out, int i
 }
 void baton_multiply(Pool* pool, const Linear* linear, const void* x, int number, int count, int64_t stride, int kind, int activation,
                     void* to, int64_t to_stride) {
-    multiply(*pool, {x, Number(number), stride, count}, *linear, {Out(kind), Activation(activation), to, to_stride});
+    multiply(*pool, {x, Number(number), stride, count}, *linear, {Out(kind), {ActivationKind(activation), 0.0f}, to, to_stride});
 }
 void baton_multiply_each(Pool* pool, const Linear* linears, const int64_t* starts, int linear_count, const void* x, int number,
                          int count, int64_t stride, int kind, int activation, void* to, int64_t to_stride) {
     multiply_each(*pool, {x, Number(number), stride, count}, linears, starts, linear_count,
-                  {Out(kind), Activation(activation), to, to_stride});
+                  {Out(kind), {ActivationKind(activation), 0.0f}, to, to_stride});
 }
 void baton_route(Pool* pool, const float* logits, int rows, const RouterRule* rule, float* chances, int64_t* picks) {
     route(*pool, logits, rows, *rule, chances, picks);
@@ -78,9 +78,9 @@ void baton_norm(Pool* pool, const void* x, int number, int count, int hidden, fl
                 int to_number, void* to) {
     norm(*pool, {x, Number(number), hidden, count}, residual, hidden, {weight, eps, hidden}, Number(to_number), to, hidden);
 }
-void baton_gate(Pool* pool, const float* gate_up, int count, int width, int activation, int to_number, void* to) {
-    int outputs = has_gates(Activation(activation)) ? 2 * width : width;
-    gate(*pool, {gate_up, Number::kSingle, outputs, count}, width, Activation(activation), Number(to_number), to, width);
+void baton_gate(Pool* pool, const float* gate_up, int count, int width, Activation activation, int to_number, void* to) {
+    int outputs = has_gates(activation) ? 2 * width : width;
+    gate(*pool, {gate_up, Number::kSingle, outputs, count}, width, activation, Number(to_number), to, width);
 }
 void baton_gate_by(Pool* pool, const float* gates, int count, int width, int number, void* x) {
     gate_by(*pool, gates, width, width, Number(number), x, width, count);

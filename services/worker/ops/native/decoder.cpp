@@ -397,13 +397,14 @@ void Decoder::mlp(const DecoderLayer& layer, int index, int rows, const Inputs* 
 void Decoder::gate_rows(const DecoderLayer& layer, int index, int rows) {
     Rows x = rows_of(normed_, rows);
     int width = layer.down.in, adapted = kAdaptedOfLayer * index + kGateUp;
+    Activation activation = layer.mixture ? layer.mixture->shared_activation : config_.activation;
     gated_.fit(rows, width, size_);
     // What adapters add comes before the gates are activated, as do scales.
-    if (can_gate(layer.gate_up, config_.activation) && !adapts(adapted) && !layer.up_scales)
-        return multiply(pool_, x, layer.gate_up, {Out::kGated, config_.activation, gated_.data(), gated_.stride});
+    if (can_gate(layer.gate_up, activation) && !adapts(adapted) && !layer.up_scales)
+        return multiply(pool_, x, layer.gate_up, {Out::kGated, activation, gated_.data(), gated_.stride});
     auto* gate_up = (float*)gate_up_.fit(rows, layer.gate_up.out, 4);
     multiply_adapted(x, layer.gate_up, adapted, gate_up, gate_up_.stride, layer.up_scales);
-    gate(pool_, {gate_up, Number::kSingle, gate_up_.stride, rows}, width, config_.activation, config_.number,
+    gate(pool_, {gate_up, Number::kSingle, gate_up_.stride, rows}, width, activation, config_.number,
          gated_.data(), gated_.stride);
 }
 

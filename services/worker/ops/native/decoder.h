@@ -21,6 +21,7 @@ struct DecoderMixture {
     Experts experts;
     // [1, hidden]: the sigmoid of its product is how much is taken of what the shared expert makes; `groups` is null: all of it.
     Linear shared_gate;
+    Activation shared_activation;
     int64_t* counts;  // [experts] or null: how often each was picked, added to
 };
 

@@ -11,15 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.worker.ops.activation import ActivationName, limit_of
 from services.worker.ops.drafts import SlotCopies
-from services.worker.ops.interface import Activation, BatchMeta, OpsUnavailable
+from services.worker.ops.interface import (
+    Activation,
+    BatchMeta,
+    OpsUnavailable,
+)
 from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, Level, library_path
 from services.worker.ops.native.tile_check import tiles_work
 from shared.machine.anonymous_memory import anonymous_memory
 
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2, "relu2": 3, "silu_limited": 4}
-"""The values of `Activation` in linear.h."""
+_ACTIVATIONS: tuple[ActivationName, ...] = ("silu", "gelu_tanh", "swigluoai", "relu2", "silu_limited", "swiglustep")
+"""In the order of `ActivationKind` in linear.h."""
+
+
+def native_activation(kind: Activation) -> library.NativeActivation:
+    """As the library reads it."""
+    name, limit = limit_of(kind)
+    return library.NativeActivation(_ACTIVATIONS.index(name), limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,10 +74,21 @@ class NativePicks(Structure):
     _fields_ = (("chances", c_void_p), ("experts", c_void_p), ("chosen", c_int))
 
 
+class NativeActivation(Structure):
+    """`Activation` of linear.h: what is made of gates and ups, and its limit; 0: it has none."""
+
+    _fields_ = (("kind", c_int), ("limit", c_float))
+
+
 class NativeMixture(Structure):
     """`Experts` of mixture.h: a mixture's matrices."""
 
-    _fields_ = (("gate_up", POINTER(Linear)), ("down", POINTER(Linear)), ("count", c_int), ("activation", c_int))
+    _fields_ = (
+        ("gate_up", POINTER(Linear)),
+        ("down", POINTER(Linear)),
+        ("count", c_int),
+        ("activation", NativeActivation),
+    )
 
 
 class LowRank(Structure):
@@ -226,6 +237,7 @@ class DecoderMixture(Structure):
         ("rule", RouterRule),
         ("experts", NativeMixture),
         ("shared_gate", Linear),
+        ("shared_activation", NativeActivation),
         ("counts", c_void_p),
     )
 
@@ -321,7 +333,7 @@ class DecoderConfig(Structure):
         ("page_bits", c_int),
         ("cache_code", c_int),
         ("vocab", c_int),
-        ("activation", c_int),
+        ("activation", NativeActivation),
         ("eps", c_float),
         ("attention_scale", c_float),
         ("attention_softcap", c_float),
@@ -408,7 +420,7 @@ _SIGNATURES = {
     "baton_embed": (c_int, (c_void_p, c_void_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p)),
     "baton_embed_codes": (c_int, (c_void_p, c_void_p, c_int, POINTER(Linear), c_void_p)),
     "baton_norm": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_void_p, c_float, c_int, c_void_p)),
-    "baton_gate": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_int, c_void_p)),
+    "baton_gate": (None, (c_void_p, c_void_p, c_int, c_int, NativeActivation, c_int, c_void_p)),
     "baton_gate_by": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p)),
     "baton_rope_and_store": (None, (c_void_p, POINTER(RopeAndStore), POINTER(NativeBatch), POINTER(Cache))),
     "baton_copy_slots": (None, (c_void_p, POINTER(Cache), POINTER(NativeSlotCopies))),

@@ -4,9 +4,13 @@
 #include "threads.h"
 
 enum class Number : int { kSingle = 0, kHalf = 1 };
-enum class Activation : int { kSilu = 0, kGeluTanh = 1, kSwigluOai = 2, kRelu2 = 3, kSiluLimited = 4 };
+enum class ActivationKind : int { kSilu = 0, kGeluTanh = 1, kSwigluOai = 2, kRelu2 = 3, kSiluLimited = 4, kSwigluStep = 5 };
+struct Activation {
+    ActivationKind kind;
+    float limit;  // of the kinds that have one (activation.h)
+};
 // Relu2 squares ups that are not negative, and has no gates.
-inline bool has_gates(Activation kind) { return kind != Activation::kRelu2; }
+inline bool has_gates(Activation activation) { return activation.kind != ActivationKind::kRelu2; }
 
 // weights [out, in] as groups of 64 outputs. A group holds, for each step (two bf16 inputs or one float), 256 bytes: the
 // step's weights of its outputs in turn. Missing outputs and inputs are zeros. So a product reads a group from its start
@@ -73,7 +77,7 @@ enum class Out : int {
 };
 
 // Whether kGated can be asked of it: a group must be all gates or all up.
-inline bool can_gate(const Linear& linear, Activation kind) { return has_gates(kind) && linear.out % (2 * kGroupOutputs) == 0; }
+inline bool can_gate(const Linear& linear, Activation activation) { return has_gates(activation) && linear.out % (2 * kGroupOutputs) == 0; }
 
 struct Target {
     Out kind;

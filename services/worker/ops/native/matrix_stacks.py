@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.worker.ops.interface import Activation, PackedExperts, Picks, Routing
 from services.worker.ops.native import library
-from services.worker.ops.native.kernels import ACTIVATIONS, NativeKernels, PackedMatrix, address_of
+from services.worker.ops.native.kernels import NativeKernels, PackedMatrix, address_of, native_activation
 from services.worker.ops.quantized import QuantizedStack, WeightStack
 from services.worker.ops.torch_routing import route
 
@@ -101,5 +101,5 @@ def matrices_of(experts: PackedExperts, kind: Activation) -> library.NativeMixtu
     """The matrices of what `NativeOps.pack_experts` gave; points to them."""
     assert isinstance(experts, NativeExperts)
     return library.NativeMixture(
-        *(experts.gate_up.linears, experts.down.linears, len(experts.down.packed), ACTIVATIONS[kind])
+        *(experts.gate_up.linears, experts.down.linears, len(experts.down.packed), native_activation(kind))
     )

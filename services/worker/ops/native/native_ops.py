@@ -38,7 +38,6 @@ from services.worker.ops.low_rank import LowRankShape
 from services.worker.ops.native import library
 from services.worker.ops.native.build import Level, best_level
 from services.worker.ops.native.kernels import (
-    ACTIVATIONS,
     NativeKernels,
     PackedMatrix,
     RecyclingArena,
@@ -46,6 +45,7 @@ from services.worker.ops.native.kernels import (
     address_of,
     batch_of,
     copies_of,
+    native_activation,
     zeroed,
 )
 from services.worker.ops.native.matrix_stacks import NativeExperts, choose_experts, matrices_of, pack_stack, stack_of
@@ -269,7 +269,7 @@ class NativeOps:
         width = outputs if kind == "relu2" else outputs // 2
         to = torch.empty(rows, width, dtype=self.dtype)
         self._library.baton_gate(
-            *(self._pool, gate_up.data_ptr(), rows, width, ACTIVATIONS[kind], self.number, to.data_ptr())
+            *(self._pool, gate_up.data_ptr(), rows, width, native_activation(kind), self.number, to.data_ptr())
         )
         return to
 

@@ -31,8 +31,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.worker.ops.activation import limit_of
 from services.worker.ops.gpu import HOPPER, generation
-from services.worker.ops.interface import Activation
+from services.worker.ops.interface import (
+    Activation,
+)
 from services.worker.ops.triton.dependent_launch import LINE_BYTES, ask_for, launch_options, wait_for_inputs
 from services.worker.ops.triton.products import part, times
 from services.worker.ops.triton.row_ops import gated_of
@@ -103,7 +106,8 @@ def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gated: Activ
         "OUTPUTS": outputs,
         "COLUMNS": tile.columns,
         "DEPTH": tile.depth,
-        "GATED": gated,
+        "GATED": None if gated is None else limit_of(gated).name,
+        "LIMIT": 0.0 if gated is None else limit_of(gated).limit,
         "num_warps": tile.num_warps,
         **launch_options(x.device),
     }
@@ -133,6 +137,7 @@ def one_row_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Some outputs of the only row a program. `bias` may be None."""
@@ -164,7 +169,7 @@ def one_row_kernel(
         up = tl.sum(ups, 1)
         if bias is not None:
             up += tl.load(bias + OUTPUTS + held).to(tl.float32)
-        made = gated_rounded(made, up, out.dtype.element_ty, GATED)
+        made = gated_rounded(made, up, out.dtype.element_ty, GATED, LIMIT)
     tl.store(out + column, made.to(out.dtype.element_ty), mask=column < OUTPUTS)
 
 
@@ -181,6 +186,7 @@ def few_rows_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
     LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -212,12 +218,12 @@ def few_rows_kernel(
     if GATED is not None:
         if bias is not None:
             ups += tl.load(bias + OUTPUTS + held).to(tl.float32)[:, None]
-        total = gated_rounded(total, ups, out.dtype.element_ty, GATED)
+        total = gated_rounded(total, ups, out.dtype.element_ty, GATED, LIMIT)
     made = tl.trans(total).to(out.dtype.element_ty)
     tl.store(out + row[:, None] * OUTPUTS + column[None, :], made, mask=there & (column < OUTPUTS)[None, :])
 
 
 @triton.jit
-def gated_rounded(gate, up, dtype: tl.constexpr, KIND: tl.constexpr):
+def gated_rounded(gate, up, dtype: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr):
     """What `gated_act` makes of gates and ups that were rounded to `dtype` before."""
-    return gated_of(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype, KIND)
+    return gated_of(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype, KIND, LIMIT)

@@ -16,7 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.worker.ops.interface import Activation
+from services.worker.ops.activation import limit_of
+from services.worker.ops.interface import (
+    Activation,
+)
 from services.worker.ops.quantized import Code
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from services.worker.ops.triton.products import INTERPRETED
@@ -93,13 +96,24 @@ def rms_norm_kernel(
 BLOCK = 1024
 
 
+def gating(kind: Activation) -> dict[str, str | float]:
+    """The constants of `gated_sums`."""
+    name, limit = limit_of(kind)
+    return {"KIND": name, "LIMIT": limit}
+
+
 def gated_act(gate_up: Tensor, kind: Activation) -> Tensor:
     """gate_up [n, 2 * I] (gate, then up) → act(gate) * up [n, I]; act(gate) is rounded to its dtype, as in PyTorch."""
     rows, both = gate_up.shape
     width = both // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     gated_act_kernel[(rows, triton.cdiv(width, BLOCK))](
-        *(gate_up, out), WIDTH=width, KIND=kind, BLOCK=BLOCK, num_warps=4, **launch_options(gate_up.device)
+        *(gate_up, out),
+        WIDTH=width,
+        **gating(kind),
+        BLOCK=BLOCK,
+        num_warps=4,
+        **launch_options(gate_up.device),
     )
     return out
 
@@ -117,24 +131,28 @@ def activated(gate, KIND: tl.constexpr):
 
 
 @triton.jit
-def gated_sums(gate, up, KIND: tl.constexpr):
+def gated_sums(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
     """What an MLP makes of gates and ups, float32; see `Activation`."""
+    if LIMIT:
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     if KIND == "swigluoai":
-        gate = tl.minimum(gate, 7.0)
+        gate = tl.minimum(gate, LIMIT)
         logit = tl.maximum(1.702 * gate, -88.0)
-        made = gate / (1.0 + tl.exp(-logit)) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
+        made = gate / (1.0 + tl.exp(-logit)) * (up + 1.0)
     elif KIND == "silu_limited":
-        made = activated(tl.minimum(gate, 10.0), "silu") * tl.minimum(tl.maximum(up, -10.0), 10.0)
+        made = activated(tl.minimum(gate, LIMIT), "silu") * up
+    elif KIND == "swiglustep":
+        made = tl.minimum(activated(gate, "silu"), LIMIT) * up
     else:
         made = activated(gate, KIND) * up
     return made
 
 
 @triton.jit
-def gated_of(gate, up, dtype: tl.constexpr, KIND: tl.constexpr):
+def gated_of(gate, up, dtype: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr):
     """Likewise, float32, where act(gate) is rounded to `dtype` between, as PyTorch does it."""
-    if KIND == "swigluoai" or KIND == "silu_limited":
-        made = gated_sums(gate, up, KIND)
+    if LIMIT:
+        made = gated_sums(gate, up, KIND, LIMIT)
     else:
         made = activated(gate, KIND).to(dtype).to(tl.float32) * up
     return made
@@ -148,7 +166,13 @@ def of_outputs(terms, expert, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def gated_act_kernel(
-    gate_up, out, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    gate_up,
+    out,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A part of one row a program."""
     wait_for_inputs(DEPENDENT)
@@ -157,7 +181,7 @@ def gated_act_kernel(
     inside = column < WIDTH
     gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    made = gated_of(gate, up, out.dtype.element_ty, KIND)
+    made = gated_of(gate, up, out.dtype.element_ty, KIND, LIMIT)
     tl.store(out + row * WIDTH + column, made.to(out.dtype.element_ty), mask=inside)
 
 

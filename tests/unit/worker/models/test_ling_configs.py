@@ -9,7 +9,7 @@ import pytest
 from transformers import BailingHybridConfig
 
 from services.worker.backend import BackendError
-from services.worker.models.config import DeltaConfig, LatentConfig, Mixture
+from services.worker.models.config import DeltaConfig, ExpertLimits, LatentConfig, Mixture
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.published.names import ling_3_name
 from services.worker.models.rope import YarnRope
@@ -105,6 +105,14 @@ def test_how_much_of_a_head_is_rotated_is_said_by_its_size(tmp_path: Path) -> No
     assert written == read(tmp_path / "published", LING_3_TINY)
 
 
+def test_experts_are_limited_where_their_lists_say_so(tmp_path: Path) -> None:
+    """A layer without experts has no limits, whatever they say, nor have those behind their end."""
+    lists = {"expert_swiglu_limit_list": [4, 0, None, 4], "share_expert_swiglu_limit_list": [5] * 2}
+    found = [layer.limits for layer in read(tmp_path, LING_3_TINY, **lists).layers]
+    assert found[:4] == [ExpertLimits(), ExpertLimits(shared=5), ExpertLimits(), ExpertLimits(routed=4)]
+    assert set(found[4:]) == {ExpertLimits()}
+
+
 def test_what_transformers_writes_of_it_says_the_same(tmp_path: Path) -> None:
     """With other names of keys, and types of layers."""
     published = read(tmp_path / "published", LING_3_TINY | _OF_THE_LIBRARY)
@@ -168,12 +176,8 @@ def test_a_ling_3_is_computed_here_and_not_by_the_simulation(tmp_path: Path) -> 
         ),
         ({"use_mla_nope": True}, "use_mla_nope true is not supported; supported: false"),
         (
-            {"expert_swiglu_limit_list": [0, 0, 4]},
-            "expert_swiglu_limit_list [0, 0, 4] is not supported; supported: null, and zeros",
-        ),
-        (
-            {"share_expert_swiglu_limit_list": [0, 7.0]},
-            "share_expert_swiglu_limit_list [0, 7.0] is not supported; supported: null, and zeros",
+            {"expert_swiglu_limit_list": [0, -4]},
+            "expert_swiglu_limit_list -4.0 is not supported; supported: null, 0 and positive numbers",
         ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ({"num_key_value_heads": 4}, "num_key_value_heads 4 is not supported; num_attention_heads, 16, is"),

@@ -25,6 +25,7 @@ from services.worker.models.mixture.expert_tensors import ExpertTensors
 from services.worker.models.mixture.loading import read_experts
 from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.sharding import shard_of
+from services.worker.ops.activation import Activation, LimitedActivation
 from services.worker.ops.interface import MovesExperts, Ops, OpsUnavailable, Routing
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.quantized import Code, QuantizedStack, Scheme, WeightStack, quantize, stack_outputs
@@ -347,26 +348,39 @@ def test_experts_without_gates_are_what_they_are_in_float64_on_one_rank_and_on_t
         mixed.check(total)
 
 
-@pytest.mark.parametrize("size", [64, 40], ids=["gated on their way out", "gated behind"])
-@pytest.mark.parametrize("code", [None, "int8"])
-def test_biases_of_experts_and_clamped_gates_are_what_they_are_in_float64(code: Scheme | None, size: int) -> None:
-    """As gpt-oss has them; an expert on a rank with others' columns has no biases of its outputs."""
-    mixed = MixedExperts(Shape(hidden=48, size=size, kind="swigluoai", biased=True), 20)
+@pytest.mark.parametrize(
+    ("size", "code", "kind"),
+    [
+        *((64, None, "swigluoai"), (64, "int8", LimitedActivation("swiglustep", 0.4))),
+        *((40, None, LimitedActivation("swiglustep", 0.4)), (40, "int8", "swigluoai")),
+    ],
+    ids=[
+        "numbers, gated on their way out",
+        "codes, gated on their way out",
+        "numbers, gated behind",
+        "codes, gated behind",
+    ],
+)
+def test_biases_of_experts_and_clamped_gates_are_what_they_are_in_float64(
+    size: int, code: Scheme | None, kind: Activation
+) -> None:
+    """As gpt-oss and Ling 3 have them; an expert on a rank with others' columns has no biases of its outputs."""
+    mixed = MixedExperts(Shape(hidden=48, size=size, kind=kind, biased=True), 20)
     gate_up, down = (stack if code is None else _stacked(stack, code) for stack in (mixed.gate_up, mixed.down))
     mixed.gate_up, mixed.down = numbers(gate_up), numbers(down)
     biases, kinds = mixed.biases, kinds_of_ops()
     for ops in kinds:
         picks = ops.choose_experts(mixed.logits, Routing(2, True))
-        mixed.check(ops.mixture(mixed.x, picks, ops.pack_experts(gate_up, down, biases), kind="swigluoai"))
+        mixed.check(ops.mixture(mixed.x, picks, ops.pack_experts(gate_up, down, biases), kind=kind))
         if isinstance(ops, MovesExperts):
             packer = ops.expert_packer()
             packed = packer.pack_experts(gate_up, down, biases)
             moved = packer.arrange_experts([(packed, number) for number in range(5)])
-            mixed.check(ops.mixture(mixed.x, picks, moved, kind="swigluoai"))
+            mixed.check(ops.mixture(mixed.x, picks, moved, kind=kind))
     mixed.biases = biases._replace(down=None)
     for ops in kinds:
         picks = ops.choose_experts(mixed.logits, Routing(2, True))
-        mixed.check(ops.mixture(mixed.x, picks, ops.pack_experts(gate_up, down, mixed.biases), kind="swigluoai"))
+        mixed.check(ops.mixture(mixed.x, picks, ops.pack_experts(gate_up, down, mixed.biases), kind=kind))
 
 
 @pytest.mark.parametrize("size", [64, 40], ids=["gated on their way out", "gated behind"])

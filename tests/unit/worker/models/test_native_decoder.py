@@ -12,6 +12,7 @@ from torch import Tensor
 from services.worker.models.config import (
     ConvolutionConfig,
     DeltaConfig,
+    ExpertLimits,
     LatentConfig,
     LayerConfig,
     LightningConfig,
@@ -264,10 +265,12 @@ KIMI = structs.replace(
 assert KIMI.latent is not None
 LING = structs.replace(
     KIMI,
+    layers=tuple(structs.replace(layer, limits=ExpertLimits(routed=0.4, shared=0.3)) for layer in KIMI.layers),
     latent=structs.replace(KIMI.latent, gates="heads"),
     states=DeltaConfig(heads=3, head_dim=19, groups=3, state_dim=19, kernel=4, element_rates=True, lower_bound=-5.0),
 )
-"""As Ling 3's: a row is projected to rates, which have a bound, and heads of latent attention have gates."""
+"""As Ling 3's: a row is projected to rates, which have a bound, heads of latent attention have gates, and gates and ups
+of experts are limited."""
 
 IDS = [
     *("delta", "spaces", "mamba", "convolutions", "selective", "mamba1", "beside", "ungated", "lightning"),

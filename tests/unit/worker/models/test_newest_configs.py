@@ -101,6 +101,7 @@ def test_minimax_m3_is_found_within_the_model_with_a_tower(tmp_path: Path) -> No
 
 def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
     config = read(tmp_path, HY4)
+    assert read(tmp_path, HY4, layer_types=["deepseek_sparse_attention"] * 34) == config
     assert is_native(tmp_path)
     assert config.connections == HyperConnections(4, 0, 1e-6, mixes=False, magnitude=2.0)
     assert config.attention_sinks
@@ -168,7 +169,7 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
         (HY4, {"hc_mult": 0}, "hc_mult 0 is not positive"),
         (
             *(HY4, {"layer_types": ["full_attention"]}),
-            "layer_types 'full_attention' is not supported; supported: indexed_attention",
+            "layer_types 'full_attention' is not supported; supported: indexed_attention, deepseek_sparse_attention",
         ),
         (
             *(LARGE, {"layer_types": ["full_attention"]}),

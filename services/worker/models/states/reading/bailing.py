@@ -6,6 +6,7 @@ names of some keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -13,7 +14,7 @@ import msgspec
 from msgspec import field
 from msgspec.structs import replace
 
-from services.worker.models.config import DeltaConfig, LayerConfig, ModelConfig, ModelError
+from services.worker.models.config import DeltaConfig, ExpertLimits, LayerConfig, ModelConfig, ModelError
 from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.hf_rope import RawRope, read_ropes
 from services.worker.models.states.reading.kimi import (
@@ -51,8 +52,6 @@ _ONLY: dict[str, object] = {
     "value_norm": False,
 }
 """Keys of which one value is supported, which is the one where there is none."""
-_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
-"""For each layer, what its experts' products are limited to; 0 and none: they are not."""
 
 
 class _RawLing3(RawDeltaHybrid, kw_only=True):
@@ -84,6 +83,8 @@ class _RawLing3(RawDeltaHybrid, kw_only=True):
     topk_group: int = 4
     moe_intermediate_size: int = 768
     moe_shared_expert_intermediate_size: int | None = None
+    expert_swiglu_limit_list: list[float | None] | None = None
+    share_expert_swiglu_limit_list: list[float | None] | None = None
     routed_scaling_factor: float = 2.5
 
 
@@ -106,7 +107,10 @@ def bailing_model_config(
     )
     config = model_with_states(
         *(raw, architecture),
-        layers=tuple(LayerConfig(None, ropes.full, *each) for each in zip(mixes, states, strict=True)),
+        layers=tuple(
+            LayerConfig(None, ropes.full, mixing, has_state, limits=limits)
+            for mixing, has_state, limits in zip(mixes, states, _limits(raw, mixes), strict=True)
+        ),
         states=_delta(raw),
         max_positions=ropes.max_positions,
         norm_eps=raw.rms_norm_eps,
@@ -138,10 +142,6 @@ def _refuse_unsupported(raw: _RawLing3, keys: dict[str, object]) -> None:
         if keys.get(key, only) != only:
             shown, known = (msgspec.json.encode(each).decode() for each in (keys[key], only))
             raise ModelError(f"{key} {shown} is not supported; supported: {known}")
-    for key in _LIMITS:
-        # Who leaves them out, as `transformers` does, writes what the model was not trained to write.
-        if (limits := keys.get(key)) and any(limits if isinstance(limits, list) else [limits]):
-            raise ModelError(f"{key} {limits} is not supported; supported: null, and zeros")
 
 
 def _delta(raw: _RawLing3) -> DeltaConfig:
@@ -182,3 +182,24 @@ def _with_states(raw: _RawLing3) -> list[bool]:
     if not any(states):
         raise ModelError("layer_types: no layer is linear_attention")
     return states
+
+
+def _limits(raw: _RawLing3, mixes: list[bool]) -> list[ExpertLimits]:
+    """Of each layer's experts, which vLLM limits and `transformers` does not: who leaves the limits out writes what the
+    model was not trained to write."""
+    routed, shared = (
+        _limits_of(key, getattr(raw, key), len(mixes))
+        for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+    )
+    return [
+        ExpertLimits(*each) if mixing else ExpertLimits() for mixing, *each in zip(mixes, routed, shared, strict=True)
+    ]
+
+
+def _limits_of(key: str, limits: list[float | None] | None, count: int) -> list[float | None]:
+    """0, and none: there is no limit, as for layers behind the end of the list."""
+    for limit in limits or ():
+        if limit is not None and not 0 <= limit < math.inf:
+            raise ModelError(f"{key} {limit} is not supported; supported: null, 0 and positive numbers")
+    given = [limit or None for limit in limits or ()][:count]
+    return given + [None] * (count - len(given))

@@ -16,7 +16,7 @@ from services.worker.models.config import (
     dtype_named,
 )
 from services.worker.models.rope import PlainRope
-from services.worker.ops.interface import Activation
+from services.worker.ops.activation import ActivationName
 
 NO_ROPE = PlainRope(10_000.0)
 """Of layers that rotate nothing."""
@@ -48,7 +48,7 @@ def model_with_states(
     kv_heads: int = 0,
     head_dim: int = 0,
     intermediate_size: int = 0,
-    activation: Activation = "silu",
+    activation: ActivationName = "silu",
     attention_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: bool = False,

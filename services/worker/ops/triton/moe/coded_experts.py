@@ -19,7 +19,7 @@ from services.worker.ops.triton.codes import CodedStack, coded_row_sums, group_t
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from services.worker.ops.triton.moe.grouped_products import NO_BIASES
 from services.worker.ops.triton.moe.mixture import turns_at_once
-from services.worker.ops.triton.row_ops import gated_sums, of_outputs
+from services.worker.ops.triton.row_ops import gated_sums, gating, of_outputs
 
 
 class CodedRowTile(NamedTuple):
@@ -55,7 +55,7 @@ def mix_coded_rows(
         HIDDEN=hidden,
         SIZE=size,
         CHOSEN=chosen,
-        KIND=kind,
+        **gating(kind),
         GROUP=gate_up.group,
         CODE=gate_up.weight.code,
         RUN=nibble_run(hidden),
@@ -96,6 +96,7 @@ def coded_up_row_kernel(
     SIZE: tl.constexpr,
     CHOSEN: tl.constexpr,
     KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
     GROUP: tl.constexpr,
     CODE: tl.constexpr,
     RUN: tl.constexpr,
@@ -118,7 +119,7 @@ def coded_up_row_kernel(
     if biases is not None:
         gate += of_outputs(biases, expert, column, 2 * SIZE)
         up += of_outputs(biases, expert, column + SIZE, 2 * SIZE)
-    made = gated_sums(gate, up, KIND)
+    made = gated_sums(gate, up, KIND, LIMIT)
     tl.store(gated + pick.to(tl.int64) * SIZE + column, made.to(gated.dtype.element_ty), mask=column < SIZE)
 
 

@@ -34,7 +34,7 @@ from services.worker.ops.triton.moe.routing import (
     tile_rows,
 )
 from services.worker.ops.triton.products import part, times
-from services.worker.ops.triton.row_ops import gated_sums, of_outputs, round_rows
+from services.worker.ops.triton.row_ops import gated_sums, gating, of_outputs, round_rows
 
 SUMMED_AT_ONCE = 1024
 MAX_INT4_ROWS = 64
@@ -69,7 +69,7 @@ def mix_tiles(
         HIDDEN=hidden,
         SIZE=size,
         CHOSEN=chosen,
-        KIND=kind,
+        **gating(kind),
         **_constants(first, hidden, up),
         **dependent,
     )
@@ -158,6 +158,7 @@ def up_tile_kernel(
     SIZE: tl.constexpr,
     CHOSEN: tl.constexpr,
     KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
     RUN: tl.constexpr,
@@ -221,7 +222,7 @@ def up_tile_kernel(
     if biases is not None:
         gate += along_columns(of_outputs(biases, expert, column, 2 * SIZE), SWAPPED)
         up += along_columns(of_outputs(biases, expert, column + SIZE, 2 * SIZE), SWAPPED)
-    made = gated_sums(gate, up, KIND).to(gated.dtype.element_ty)
+    made = gated_sums(gate, up, KIND, LIMIT).to(gated.dtype.element_ty)
     if SWAPPED:
         made = tl.trans(made)
     tl.store(gated + place[:, None] * SIZE + column[None, :], made, mask=there & (column < SIZE)[None, :])

@@ -37,7 +37,7 @@ from services.worker.ops.triton.moe.routing import (
     sort_picks,
     up_row_tile,
 )
-from services.worker.ops.triton.row_ops import gated_sums, of_outputs
+from services.worker.ops.triton.row_ops import gated_sums, gating, of_outputs
 
 MAX_TURNS = tl.constexpr(4)
 """Turns of a loop over a row's elements whose loads are on their way together, at most."""
@@ -55,7 +55,7 @@ def mix_rows(
         HIDDEN=hidden,
         SIZE=size,
         CHOSEN=chosen,
-        KIND=kind,
+        **gating(kind),
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
         num_warps=1,
@@ -95,6 +95,7 @@ def up_row_kernel(
     SIZE: tl.constexpr,
     CHOSEN: tl.constexpr,
     KIND: tl.constexpr,
+    LIMIT: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -123,7 +124,7 @@ def up_row_kernel(
     if biases is not None:
         gates_sum += of_outputs(biases, expert, column, 2 * SIZE)
         ups_sum += of_outputs(biases, expert, column + SIZE, 2 * SIZE)
-    made = gated_sums(gates_sum, ups_sum, KIND)
+    made = gated_sums(gates_sum, ups_sum, KIND, LIMIT)
     tl.store(gated + pick.to(tl.int64) * SIZE + column, made.to(gated.dtype.element_ty), mask=column < SIZE)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.worker.ops.activation import LimitedActivation
 from services.worker.ops.interface import Activation
 from services.worker.ops.native.build import Level, runnable_levels
 from tests.support.models.expert_mixtures import exactly_gated
@@ -46,7 +47,9 @@ def test_add_rms_norm_gives_the_sum_and_its_norm(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swigluoai", "silu_limited"])
+@pytest.mark.parametrize(
+    "kind", ["silu", "gelu_tanh", "swigluoai", "silu_limited", LimitedActivation("swiglustep", 1.5)]
+)
 @pytest.mark.parametrize("level", runnable_levels())
 def test_gates_equal_float64(dtype: torch.dtype, kind: Activation, level: Level) -> None:
     ops = native(dtype, level=level)

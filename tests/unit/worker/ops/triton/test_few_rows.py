@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from services.worker.ops.activation import LimitedActivation
 from services.worker.ops.gpu import HOPPER, generation
 from services.worker.ops.interface import Activation
 from services.worker.ops.torch_ops import TorchOps
@@ -34,7 +35,9 @@ def test_products_equal_float64_within_a_rounding(
     torch.testing.assert_close(found.double(), wanted, rtol=1.1 * ROUNDING[dtype], atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swigluoai", "silu_limited"])
+@pytest.mark.parametrize(
+    "kind", ["silu", "gelu_tanh", "swigluoai", "silu_limited", LimitedActivation("swiglustep", 1.5)]
+)
 @pytest.mark.parametrize("rows", [1, 5])
 def test_gates_and_ups_are_activated_where_they_are_multiplied(rows: int, kind: Activation) -> None:
     width, inputs = 70, 200

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.worker.ops.activation import LimitedActivation
 from services.worker.ops.interface import Activation, BatchMeta
 from services.worker.ops.torch_ops import TorchOps
 from services.worker.ops.triton.rotary import rope_and_store
@@ -67,7 +68,9 @@ def test_a_row_too_long_for_a_program_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swigluoai", "silu_limited"])
+@pytest.mark.parametrize(
+    "kind", ["silu", "gelu_tanh", "swigluoai", "silu_limited", LimitedActivation("swiglustep", 1.5)]
+)
 @pytest.mark.parametrize("width", [24, 1300])
 def test_gates_are_as_pytorchs(width: int, kind: Activation, dtype: torch.dtype) -> None:
     gate_up = _random(2, 2 * width, dtype=dtype) * 4
