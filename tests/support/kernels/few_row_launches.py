@@ -19,7 +19,7 @@ def products() -> Iterator[Launch]:
         for rows, gated in product((1, MAX_ROWS), (None, "silu") if name == "gate_up" else (None,)):
             tile = gated_tile(rows) if gated else rows_tile(rows, outputs, inputs)
             constants: dict[str, Any] = {"INPUTS": inputs, "OUTPUTS": outputs // (2 if gated else 1), "bias": None}
-            constants |= {"COLUMNS": tile.columns, "DEPTH": tile.depth, "GATED": gated}
+            constants |= {"COLUMNS": tile.columns, "DEPTH": tile.depth, "GATED": gated, "LIMIT": 0.0}
             arguments = dict.fromkeys(("x", "weight", "out"), "*bf16")
             one = rows == 1
             yield Launch(

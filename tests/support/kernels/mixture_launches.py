@@ -97,7 +97,7 @@ def _routing(shape: _Shape) -> Iterator[Launch]:
 def _few_rows(shape: _Shape) -> Iterator[Launch]:
     up, down = up_row_tile(2), down_row_tile(2)
     for tile, kernel, own in (
-        (up, up_row_kernel, {"CHOSEN": shape.chosen, "KIND": "silu", "biases": None}),
+        (up, up_row_kernel, {"CHOSEN": shape.chosen, "KIND": "silu", "LIMIT": 0.0, "biases": None}),
         (down, down_row_kernel, {"CHOSEN": shape.chosen, "biases": None}),
     ):
         pointers = dict.fromkeys(("x", "gate_up", "down", "gated", "out"), "*bf16")
@@ -134,7 +134,7 @@ def _tiles(shape: _Shape, rows: int, kind: str) -> Iterator[Launch]:
                 | {"biases": None}
                 | dict.fromkeys(("zeros", "offsets", "CODE", *(() if coded else scales)))
                 | {"GROUP": 1, "RUN": 16}
-                | ({"CHOSEN": shape.chosen, "KIND": "silu"} if gated else {})
+                | ({"CHOSEN": shape.chosen, "KIND": "silu", "LIMIT": 0.0} if gated else {})
                 | {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SWAPPED": tile.swapped},
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,

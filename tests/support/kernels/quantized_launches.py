@@ -156,7 +156,7 @@ def _experts_of(code: Code) -> Iterator[Launch]:
     up, down = (coded_row_tile(inputs, group) for inputs, group in groups.items())
     wide = min(1024, groups[_HIDDEN])
     for kernel, own, num_warps in (
-        (coded_up_row_kernel, {"KIND": "silu", "COLUMNS": up.columns, "DEPTH": up.depth}, up.num_warps),
+        (coded_up_row_kernel, {"KIND": "silu", "LIMIT": 0.0, "COLUMNS": up.columns, "DEPTH": up.depth}, up.num_warps),
         (coded_down_row_kernel, {"COLUMNS": down.columns, "DEPTH": down.depth}, down.num_warps),
         (numbers_kernel, {"WIDTH": groups[_HIDDEN], "WIDE": wide, "LINES": 4096 // wide}, 4),
     ):
@@ -184,7 +184,7 @@ def _expert_tiles(code: Code, rows: int) -> Iterator[Launch]:
         tile = coded_tile(rows, 2, 9, code, group, gated=gated)
         constants: dict[str, object] = {"HIDDEN": _HIDDEN, "SIZE": _SIZE, "CODE": code, "GROUP": group, "RUN": 16}
         constants |= dict.fromkeys(("row_scales", "offsets", "biases", *(() if code == "int4" else ("zeros",))))
-        constants |= {"CHOSEN": _CHOSEN, "KIND": "silu"} if gated else {}
+        constants |= {"CHOSEN": _CHOSEN, "KIND": "silu", "LIMIT": 0.0} if gated else {}
         yield Launch(
             f"{kernel.__name__} {code} codes, tiles of {rows} rows",
             kernel,
