@@ -16,12 +16,12 @@ _WIDE = frozenset[Instruction]({"load16", "store16"})
 def rows() -> Iterator[Launch]:
     for hidden in (4096, 1024, 5120, 16384, MAX_HIDDEN):
         yield from _norms(hidden)
-    for kind in ("silu", "gelu_tanh"):
+    for kind in ("silu", "gelu_tanh", "swiglustep"):
         yield Launch(
             f"gated activation {kind}",
             gated_act_kernel,
             {"gate_up": "*bf16", "out": "*bf16"},
-            {"WIDTH": 14336, "KIND": kind, "LIMIT": 0.0, "BLOCK": BLOCK},
+            {"WIDTH": 14336, "KIND": kind, "LIMIT": 4.0 if kind == "swiglustep" else 0.0, "BLOCK": BLOCK},
             must=_WIDE,
             rare=kind != "silu",
         )

@@ -133,7 +133,7 @@ def activated(gate, KIND: tl.constexpr):
 @triton.jit
 def gated_sums(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
     """What an MLP makes of gates and ups, float32; see `Activation`."""
-    if LIMIT:
+    if LIMIT > 0.0:
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     if KIND == "swigluoai":
         gate = tl.minimum(gate, LIMIT)
@@ -151,7 +151,7 @@ def gated_sums(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
 @triton.jit
 def gated_of(gate, up, dtype: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr):
     """Likewise, float32, where act(gate) is rounded to `dtype` between, as PyTorch does it."""
-    if LIMIT:
+    if LIMIT > 0.0:
         made = gated_sums(gate, up, KIND, LIMIT)
     else:
         made = activated(gate, KIND).to(dtype).to(tl.float32) * up
