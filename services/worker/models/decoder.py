@@ -227,7 +227,17 @@ class Decoder:
         return self._pages_for("") if self.state_bytes else None
 
     def _pages_for(self, model: str) -> CheckpointPages:
-        return checkpoint_pages(self._config, self._share, self._ops, self._communicator, self.state_bytes, model)
+        how = (self._config, self._share, self._ops, self._communicator, self.state_bytes)
+        return checkpoint_pages(*how, self._blocks_digest(model), self._layers_behind)
+
+    def _blocks_digest(self, model: str) -> str:
+        """What tells blocks of these layers, and of those behind them, from others."""
+        return model
+
+    @property
+    def _layers_behind(self) -> int:
+        """Caches of blocks behind those of the layers."""
+        return 0
 
     @property
     def kv_block_bytes(self) -> int:

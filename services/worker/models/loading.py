@@ -363,6 +363,7 @@ class _Loader:
             ),
             cos_sin=self._table(layer.rope),
             gate=inputs.gate,
+            block_index=self._block_index(f"{name}.indexer") if layer.chooses else None,
         )
 
     def _with_states(self, name: str, index: int) -> LayerMixer:

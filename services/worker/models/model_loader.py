@@ -213,17 +213,17 @@ def _decoder_of(
     parts = (config, weights, share, ops, settings.communicator)
     if plugin is not None:
         return plugin.decoder(DecoderParts(*parts, settings.pipeline))
+    if config.connections is not None:
+        if config.connections.rank:
+            return GatedStreamsDecoder(*parts, settings.pipeline)
+        streams = StreamsDecoder if config.compressed is None else CompressedDecoder
+        return streams(*parts, settings.pipeline)
     if chosen_blocks is not None:
         stages = tuple(
             stage_of(config, each, settings.pipeline.stages, settings.layers)
             for each in range(settings.pipeline.stages)
         )
         return ChosenBlocksDecoder(config, chosen_blocks, *parts[1:], settings.pipeline, stages)
-    if config.connections is not None:
-        if config.connections.rank:
-            return GatedStreamsDecoder(*parts, settings.pipeline)
-        streams = StreamsDecoder if config.compressed is None else CompressedDecoder
-        return streams(*parts, settings.pipeline)
     if settings.group is not None:
         return GroupDecoder(*parts, settings.group, settings.experts.all2all)
     if settings.on_layer is not None:

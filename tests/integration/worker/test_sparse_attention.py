@@ -38,8 +38,9 @@ SPARSE = [
     ("mistral-large-4", "native"),
     ("glm-5-next", "native"),
     ("minimax-m3", "native"),
+    ("qwen4", "torch"),
 ]
-ALL = {"minimax-m3": {"index_topk_blocks": 20}}
+ALL = {"minimax-m3": {"index_topk_blocks": 20}, "qwen4": {"indexer_budget": 320}}
 """What has all tokens chosen, where it is not the number of the others."""
 WHOLE_BLOCKS = {"moe_intermediate_size": 64, "q_lora_rank": 64, "v_head_dim": 16}
 """So that inputs are whole groups."""

@@ -346,8 +346,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}
         | {"hc_count": 3, "hc_lowrank": 12, "ple_layer_ids": [1], "ple_embed_dim": 24, "heads_per_ngram": 2}
         | {"ngram_vocab_size_base": 60, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 3}
-        | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
-        | {"indexer_budget": 240, "indexer_compress_ratio": 4},
+        | {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+        | {"indexer_budget": 32, "indexer_compress_ratio": 16},
     ),
     "olmo-hybrid": (
         "OlmoHybridConfig",

@@ -34,8 +34,11 @@ class IndexKeyLayout:
 
     def layers(self, stage: PipelineStage) -> int:
         """Layers that hold keys, behind those of the stage."""
-        chooses = sum(self._chooses[stage.first_layer : stage.end_layer])
-        return -(-chooses // (2 * self._of_half))
+        return self.layers_of(sum(self._chooses[stage.first_layer : stage.end_layer]))
+
+    def layers_of(self, choosing: int) -> int:
+        """The same of so many that choose."""
+        return -(-choosing // (2 * self._of_half))
 
     def keys(self, number: int, holders: list[tuple[Tensor, Tensor]]) -> Tensor:
         """[blocks, 1, block_size, dim] of the layer of this number among the stage's that choose."""

@@ -23,6 +23,10 @@ def read_block_index(
     """Whose tensors begin with `name`; `norm` reads the weight of one. Never rounded beyond what the checkpoint is: it
     only chooses, as routers do. Raises ModelError where a tensor is missing or misshapen."""
     hidden, (first, end) = config.hidden_size, share.kv_heads
+    if index.pooled:
+        whole = matrices.numbers(matrices.read(f"{name}.index_qk_proj", ((index.heads + 1) * index.dim, hidden)))
+        q_norm, k_norm = (norm(f"{name}.{each}_layernorm.weight", index.dim) for each in ("q", "k"))
+        return BlockIndexWeights(matrices.pack(whole, None), q_norm, k_norm)
     rows = (first * index.dim, end * index.dim)
     queries = matrices.read(f"{name}.q_proj", (index.heads * index.dim, hidden), rows=rows)
     keys = matrices.read(f"{name}.k_proj", (index.dim, hidden))

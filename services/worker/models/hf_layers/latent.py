@@ -50,11 +50,12 @@ class IndexConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.dim * (1 if self.pool == 1 else 2)
 
 
-class BlockIndexConfig(Struct, frozen=True):
-    """An indexer that chooses blocks of keys for each key/value head (MiniMax-M3), of usual attention."""
+class BlockIndexConfig(Struct, frozen=True, omit_defaults=True):
+    """An indexer that chooses blocks of keys, of usual attention: for each key/value head (MiniMax-M3), or for all
+    together (Qwen4)."""
 
     heads: int
-    """One for each key/value head."""
+    """One for each key/value head, or as many as there are."""
     dim: int
     """Elements of a head's queries, and of the key that they share."""
     block: int
@@ -63,11 +64,14 @@ class BlockIndexConfig(Struct, frozen=True):
     """Blocks that a token attends to; of the last one what is not behind the token."""
     local: int
     """Of these the token's own, and those before it, which are chosen whatever their scores are."""
+    pooled: bool = False
+    """A block's key is the mean of its tokens', and heads' scores are added up. Whole blocks are chosen, and all that
+    is behind the last one; there are no local ones."""
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence of which all is chosen."""
-        return self.block * self.chosen
+        return self.block * self.chosen + (self.block - 1 if self.pooled else 0)
 
     def parameters(self, hidden: int) -> int:
         """Weights of one layer's matrices."""

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import torch
 from torch import Tensor
 
+from services.worker.models.block_index.attention import BlockIndex, ChosenBlocks
+from services.worker.models.block_index.cache import IndexKeyLayout
 from services.worker.models.grams.adding import GramAdder
 from services.worker.models.hyper_connections.decoder import StreamsDecoder
 from services.worker.models.states.sequence_states import empty_states
@@ -14,23 +18,46 @@ from services.worker.ops.interface import BatchMeta, Ops
 
 
 class GatedStreamsDecoder(StreamsDecoder):
-    """Caches go on behind its layers': of each layer with n-grams the window of its convolution, and tokens."""
+    """Caches go on behind its layers': with the keys of indexers; and of each layer with n-grams with the window of its
+    convolution, and tokens."""
 
     def _compute_by(self, ops: Ops) -> None:
         super()._compute_by(ops)
-        grams, eps = self._config.grams, self._config.norm_eps
+        grams, index, eps = self._config.grams, self._config.block_index, self._config.norm_eps
         self._adder = None if grams is None else GramAdder(grams, ops, self._states.mix, eps)
+        choosing, numbers = [layer for layer in self._weights.layers if layer.block_index is not None], count()
+        self._numbers = {id(layer): next(numbers) for layer in choosing}
+        self._layout = None
+        if index is not None and choosing:
+            self._layout = IndexKeyLayout(self._config, index, self._share, ops.block_size)
+        first = len(self._weights.layers) + self._layers_behind
         with_grams = [layer for layer in self._weights.layers if layer.grams is not None]
-        first = len(self._weights.layers)
         self._places = {id(layer): first + 2 * number for number, layer in enumerate(with_grams)}
+        self._chosen: ChosenBlocks | None = None
+        self._holders: KvCaches = []
+
+    @property
+    def _layers_behind(self) -> int:
+        return 0 if self._layout is None else self._layout.layers_of(len(self._numbers))
+
+    def _blocks_digest(self, model: str) -> str:
+        return model if self._layout is None else self._layout.digest(model, self._ops.name)
 
     def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
         """See `CausalLm.allocate_kv`."""
+        sizes = (num_blocks, self._share.num_kv_heads, self._config.head_dim)
         caches = super().allocate_kv(num_blocks, sequences)
+        caches += [self._ops.allocate_kv(*sizes) for _ in range(self._layers_behind)]
         for weights in (layer.grams for layer in self._weights.layers if layer.grams is not None):
             mixers = weights.convolution, weights.tokens
             caches += [empty_states(mixer, sequences, self.device) for mixer in mixers]
         return caches
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """See `CausalLm.kv_block_bytes`."""
+        each = self._ops.kv_block_bytes(self._share.num_kv_heads, self._config.head_dim)
+        return super().kv_block_bytes + self._layers_behind * each
 
     @property
     def state_bytes(self) -> int:
@@ -44,8 +71,24 @@ class GatedStreamsDecoder(StreamsDecoder):
     def _with_grams(
         self, layer: LayerWeights, streams: Tensor, ids: Tensor, meta: BatchMeta, caches: KvCaches
     ) -> Tensor:
+        if layer.block_index is not None:
+            first = len(self._weights.layers)
+            self._holders = caches[first : first + self._layers_behind]
         if layer.grams is None:
             return streams
         assert self._adder is not None, "there are n-grams"
         first = self._places[id(layer)]
         return streams + self._adder.added(layer.grams, streams, ids, meta, caches[first : first + 2])
+
+    def queries(self, layer: LayerWeights, x: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """See `Decoder.queries`; what the layer attends to is chosen."""
+        index, self._chosen = self._config.block_index, None
+        if layer.block_index is not None and index is not None and self._layout is not None:
+            how = (index, layer.block_index, self._ops, self._config.norm_eps, self._config.rotated_dim)
+            keys = self._layout.keys(self._numbers[id(layer)], self._holders)
+            self._chosen = BlockIndex(*how).choose(x, meta, layer.cos_sin, keys)
+        return super().queries(layer, x, meta, cache)
+
+    def _attention(self, layer: LayerWeights, queries: Tensor, meta: BatchMeta, cache: tuple[Tensor, Tensor]) -> Tensor:
+        step = meta if self._chosen is None else self._chosen.reads(meta)
+        return super()._attention(layer, queries, step, cache)

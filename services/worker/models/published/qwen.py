@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.worker.models.config import GramConfig, HyperConnections, ModelConfig, ModelError
+from services.worker.models.config import BlockIndexConfig, GramConfig, HyperConnections, ModelConfig, ModelError
 from services.worker.models.hf_layers.delta import QWEN4 as QWEN4
 from services.worker.models.published.layout import Published
 
@@ -84,21 +84,22 @@ _POSITIVE = (
     *("hc_lowrank", "ple_conv_kernel_size", "ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by"),
     *("split_ngram_parts", "heads_per_ngram", "moe_intermediate_size", "shared_expert_intermediate_size"),
 )
+_ROTATED = 0.25
+"""Share of a head that is rotated where the config does not say."""
 _EXACT_TOKENS = 1 << 24
 """Of which float32 has every whole number."""
 
 
 def qwen4(raw: Mapping[str, Any]) -> Published:
-    """An indexer chooses what tokens attend to: all while there is no more than it chooses. So many tokens are served.
-    Raises ModelError, and msgspec.ValidationError."""
+    """Raises ModelError, and msgspec.ValidationError."""
     given = {key: value for key, value in raw.items() if value is not None}
     own = msgspec.convert(given, _RawQwen4)
     _refuse(own)
     kinds = _kinds(own)
     base = {key: getattr(own, key) for key in _SAME} | {key: given[key] for key in _PASSED_ON if key in given}
     base["layer_types"] = kinds
-    longest = _longest(own) if "full_attention" in kinds else None
-    return Published(base, {}, longest, like=_LIKE, revised=partial(_revised, own, _layers_with_grams(own, kinds)))
+    index = _index(own, _rotated(own, given)) if "full_attention" in kinds else None
+    return Published(base, {}, like=_LIKE, revised=partial(_revised, own, index, _layers_with_grams(own, kinds)))
 
 
 def _refuse(own: _RawQwen4) -> None:
@@ -130,18 +131,27 @@ def _kinds(own: _RawQwen4) -> list[str]:
     return [_KINDS[kind] for kind in own.layer_types]
 
 
-def _longest(own: _RawQwen4) -> int:
-    """Tokens of the longest sequence of which all is chosen: whole blocks of keys, and what is behind the last one."""
+def _rotated(own: _RawQwen4, given: Mapping[str, Any]) -> int:
+    """Elements of a head that are rotated, as Qwen3.5 has them."""
+    rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor", given.get("partial_rotary_factor", _ROTATED))
+    return int(own.head_dim * share) if isinstance(share, int | float) else 0  # which is refused where it is read
+
+
+def _index(own: _RawQwen4, rotated: int) -> BlockIndexConfig:
     for key in _INDEXER:
         value = getattr(own, key)
         if value is None or value < 1:
             raise ModelError(f"{key} {value} is not positive")
+    heads, dim = own.indexer_n_heads or 1, own.indexer_head_dim or 1
     budget, ratio = own.indexer_budget or 1, own.indexer_compress_ratio or 1
     if own.indexer_kv_heads != 1:
         raise ModelError(f"indexer_kv_heads {own.indexer_kv_heads} is not supported; 1 is")
     if budget % ratio:
         raise ModelError(f"indexer_budget {budget} is no multiple of indexer_compress_ratio {ratio}")
-    return budget + ratio - 1
+    if dim < rotated:
+        raise ModelError(f"indexer_head_dim {dim}: {rotated} elements of a head are rotated")
+    return BlockIndexConfig(heads=heads, dim=dim, block=ratio, chosen=budget // ratio, local=0, pooled=True)
 
 
 def _layers_with_grams(own: _RawQwen4, kinds: list[str]) -> list[int]:
@@ -164,7 +174,7 @@ def _layers_with_grams(own: _RawQwen4, kinds: list[str]) -> list[int]:
     return numbers
 
 
-def _revised(own: _RawQwen4, with_grams: list[int], config: ModelConfig) -> ModelConfig:
+def _revised(own: _RawQwen4, index: BlockIndexConfig | None, with_grams: list[int], config: ModelConfig) -> ModelConfig:
     end = own.eos_token_id[0] if isinstance(own.eos_token_id, list) else own.eos_token_id
     grams = GramConfig(
         size=own.ngram_size,
@@ -178,7 +188,7 @@ def _revised(own: _RawQwen4, with_grams: list[int], config: ModelConfig) -> Mode
         end=end or 0,
     )
     layers = tuple(
-        replace(layer, grams=with_grams.index(number)) if number in with_grams else layer
+        replace(layer, grams=with_grams.index(number) if number in with_grams else None, chooses=not layer.has_state)
         for number, layer in enumerate(config.layers)
     )
     return replace(
@@ -186,4 +196,5 @@ def _revised(own: _RawQwen4, with_grams: list[int], config: ModelConfig) -> Mode
         layers=layers,
         connections=HyperConnections(own.hc_count, 0, 0.0, mixes=False, rank=own.hc_lowrank),
         grams=grams if with_grams else None,
+        block_index=index,
     )

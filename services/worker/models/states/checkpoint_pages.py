@@ -77,12 +77,20 @@ class CheckpointPages(NamedTuple):
 
 
 def checkpoint_pages(
-    config: ModelConfig, share: LayerShard, ops: Ops, communicator: Communicator, state_bytes: int, model: str
+    config: ModelConfig,
+    share: LayerShard,
+    ops: Ops,
+    communicator: Communicator,
+    state_bytes: int,
+    model: str,
+    more: int = 0,
 ) -> CheckpointPages:
     """Of a rank with `state_bytes` of each sequence's states. `model`: the digest of its configuration and weights.
-    What lies in a page depends on how many ranks share the states, so that other numbers of them have other layouts."""
+    What lies in a page depends on how many ranks share the states, so that other numbers of them have other layouts.
+    `more`: layers of blocks behind those that attend."""
     assert config.states is not None, "a model with states"
     ranks, attending = communicator.world_size, sum(not layer.has_state for layer in config.layers)
+    attending += more if attending else 0
     digest = blake2b(f"{model} states of {ranks}".encode(), digest_size=len(model) // 2 or 1).hexdigest()
     if not attending:
         heads = config.states.heads // ranks

@@ -215,6 +215,7 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
         (QWEN4, {"layer_types": ["linear_attention"]}, "layer_types names 1 layers, num_hidden_layers 40"),
         (QWEN4, {"indexer_budget": None}, "indexer_budget None is not positive"),
         (QWEN4, {"indexer_kv_heads": 2}, "indexer_kv_heads 2 is not supported; 1 is"),
+        (QWEN4, {"indexer_head_dim": 32}, "indexer_head_dim 32: 64 elements of a head are rotated"),
         (QWEN4, {"indexer_budget": 2040}, "indexer_budget 2040 is no multiple of indexer_compress_ratio 16"),
         (QWEN4, {"ple_layer_ids": [4]}, "ple_layer_ids 4 is no layer of linear_attention"),
         (QWEN4, {"ngram_size": 1}, "ngram_size 1 is not above 1"),
@@ -374,7 +375,9 @@ def test_qwen4_is_a_qwen3_5_in_gated_streams_with_n_grams(tmp_path: Path) -> Non
     assert config.mixture is not None
     assert (config.mixture.experts, config.mixture.chosen, config.mixture.shared_size) == (512, 10, 512)
     assert (config.eos_token_ids, config.rotary_dim, config.gated_attention) == ((248_044, 248_046), 64, True)
-    assert config.max_positions == 2048 + 15
+    assert config.block_index == BlockIndexConfig(heads=16, dim=128, block=16, chosen=128, local=0, pooled=True)
+    assert (config.block_index.longest, config.max_positions) == (2048 + 15, 32_768)
+    assert [number for number, layer in enumerate(config.layers) if layer.chooses] == list(range(3, 40, 4))
 
 
 @pytest.mark.parametrize("number", [0, 1])
