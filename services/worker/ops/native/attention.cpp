@@ -190,6 +190,7 @@ template <class Kind> void read_scales(const Task<Kind>& t, int index) {
 template <class Kind, int R, int C>
 BATON_INLINE void multiply_asking(const typename Kind::Item* const x[R], const typename Kind::Item* const w[C],
                                   const typename Kind::Item* const later[C], int step, int weight_step, F sums[R][C]) {
+    BATON_UNROLLED
     for (int c = 0; c < C; ++c) ask_for(later[c] + size_t(step) * weight_step);
     multiply_step<Kind, R, C>(x, w, step, weight_step, sums);
 }
@@ -198,10 +199,13 @@ BATON_INLINE void multiply_asking(const typename Kind::Item* const x[R], const t
 template <class Kind, int R, int C> void score_tile(const Task<Kind>& t, int row, int page) {
     const typename Kind::Item *x[R], *w[C], *later[C];
     F sums[R][C];
+    BATON_UNROLLED
     for (int r = 0; r < R; ++r) {
         x[r] = t.query(row + r);
+        BATON_UNROLLED
         for (int c = 0; c < C; ++c) sums[r][c] = zeros();
     }
+    BATON_UNROLLED
     for (int c = 0; c < C; ++c) w[c] = t.keys(page + c), later[c] = t.later_keys(row, page + c);
     if (row == 0 && t.coded())
         for (int c = 0; c < C; ++c) {
@@ -211,7 +215,9 @@ template <class Kind, int R, int C> void score_tile(const Task<Kind>& t, int row
     int steps = t.cache.head_dim / Kind::kItems;
     for (int step = 0; step < steps; ++step) multiply_asking<Kind, R, C>(x, w, later, step, kPageTokens * Kind::kItems, sums);
     float* to = t.scratch.scores + row * kChunkTokens + page * kPageTokens;
+    BATON_UNROLLED
     for (int r = 0; r < R; ++r)
+        BATON_UNROLLED
         for (int c = 0; c < C; ++c) store(to + r * kChunkTokens + c * kPageTokens, sums[r][c]);
 }
 
@@ -225,7 +231,9 @@ template <class Kind, int R> void score_rows(const Task<Kind>& t, int row, int p
 // Values of R rows, 16 * C elements from `column` on, mixed over the chunk's first `tokens` tokens.
 template <class Kind, int R, int C> void mix_tile(const Task<Kind>& t, int row, int tokens, int column) {
     F sums[R][C];
+    BATON_UNROLLED
     for (int r = 0; r < R; ++r)
+        BATON_UNROLLED
         for (int c = 0; c < C; ++c) sums[r][c] = zeros();
     const typename Kind::Item* weights = t.weights(row);
     for (int page = 0; page * kPageTokens < tokens; ++page, weights += kPageTokens) {
@@ -234,7 +242,9 @@ template <class Kind, int R, int C> void mix_tile(const Task<Kind>& t, int row, 
             else decode_values<Code::kFp8>(t, page);
         }
         const typename Kind::Item *x[R], *w[C], *later[C];
+        BATON_UNROLLED
         for (int r = 0; r < R; ++r) x[r] = weights + r * kChunkTokens;
+        BATON_UNROLLED
         for (int c = 0; c < C; ++c) {
             int at = (column + c * kLanes) * Kind::kItems;
             w[c] = t.values(page) + at, later[c] = t.later_values(row, page) + at;
@@ -243,7 +253,9 @@ template <class Kind, int R, int C> void mix_tile(const Task<Kind>& t, int row, 
         for (int step = 0; step < steps; ++step) multiply_asking<Kind, R, C>(x, w, later, step, t.padded * Kind::kItems, sums);
     }
     float* to = t.scratch.mixed + row * t.padded + column;
+    BATON_UNROLLED
     for (int r = 0; r < R; ++r)
+        BATON_UNROLLED
         for (int c = 0; c < C; ++c) store(to + r * t.padded + c * kLanes, sums[r][c]);
 }
 

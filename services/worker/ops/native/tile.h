@@ -31,9 +31,12 @@ template <class Kind, int Rows, int Columns>
 BATON_INLINE void multiply_step(const typename Kind::Item* const x[Rows], const typename Kind::Item* const w[Columns],
                                 int step, int weight_step, F sum[Rows][Columns]) {
     decltype(Kind::weights(w[0])) weights[Columns];
+    BATON_UNROLLED
     for (int c = 0; c < Columns; ++c) weights[c] = Kind::weights(w[c] + size_t(step) * weight_step);
+    BATON_UNROLLED
     for (int r = 0; r < Rows; ++r) {
         auto factor = Kind::broadcast(x[r] + step * Kind::kItems);
+        BATON_UNROLLED
         for (int c = 0; c < Columns; ++c) sum[r][c] = Kind::multiply(sum[r][c], weights[c], factor);
     }
 }
@@ -44,10 +47,14 @@ template <class Kind, int Rows, int Columns>
 BATON_INLINE void multiply_tile(const typename Kind::Item* const x[Rows], const typename Kind::Item* const w[Columns],
                                 int steps, int weight_step, F sums[Rows][Columns]) {
     F sum[Rows][Columns];
+    BATON_UNROLLED
     for (int r = 0; r < Rows; ++r)
+        BATON_UNROLLED
         for (int c = 0; c < Columns; ++c) sum[r][c] = sums[r][c];
     for (int step = 0; step < steps; ++step) multiply_step<Kind, Rows, Columns>(x, w, step, weight_step, sum);
+    BATON_UNROLLED
     for (int r = 0; r < Rows; ++r)
+        BATON_UNROLLED
         for (int c = 0; c < Columns; ++c) sums[r][c] = sum[r][c];
 }
 
@@ -60,8 +67,10 @@ template <class Kind, int Rows, int Columns, int kStep, bool kResumed>
 __attribute__((noinline)) void multiply_panel(const typename Kind::Item* x, int64_t stride, const typename Kind::Item* w, int steps,
                                               Ahead ahead, const int32_t* row_sums, F sums[Rows][Columns]) {
     typename Kind::Sum sum[Rows][Columns];
+    BATON_UNROLLED
     for (int r = 0; r < Rows; ++r) {
         if constexpr (!kResumed) sum[r][0] = Kind::first_sum(row_sums, r);
+        BATON_UNROLLED
         for (int c = 0; c < Columns; ++c) {
             if constexpr (kResumed) resume(sum[r][c], sums[r][c]);
             else sum[r][c] = sum[r][0];
@@ -69,12 +78,15 @@ __attribute__((noinline)) void multiply_panel(const typename Kind::Item* x, int6
     }
     auto step = [&] {
         decltype(Kind::weights(w)) weights[Columns];
+        BATON_UNROLLED
         for (int c = 0; c < Columns; ++c) {
             weights[c] = Kind::weights(w + c * kLanes * Kind::kItems);
             if constexpr (Rows <= 2) read_in_order(weights[c]);
         }
+        BATON_UNROLLED
         for (int r = 0; r < Rows; ++r) {
             auto factor = Kind::broadcast(x + r * stride);
+            BATON_UNROLLED
             for (int c = 0; c < Columns; ++c) sum[r][c] = Kind::multiply(sum[r][c], weights[c], factor);
         }
         w += kStep;
@@ -86,6 +98,8 @@ __attribute__((noinline)) void multiply_panel(const typename Kind::Item* x, int6
         for (int i = 0; i < kChunk; ++i) step();
     }
     for (; steps > 0; --steps) step();
+    BATON_UNROLLED
     for (int r = 0; r < Rows; ++r)
+        BATON_UNROLLED
         for (int c = 0; c < Columns; ++c) sums[r][c] = kept(sum[r][c]);
 }
