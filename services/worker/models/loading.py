@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from services.worker.models.block_index.loading import read_block_index
-from services.worker.models.checkpoint import TensorSource, read_exactly
+from services.worker.models.checkpoint import TensorSource
 from services.worker.models.compressed.loading import CompressedLoader, StreamsLoader
 from services.worker.models.config import (
     CompressedConfig,
@@ -25,8 +25,8 @@ from services.worker.models.expert_parallel.local_experts import LocalExperts, R
 from services.worker.models.grams.loading import GatedStreamsLoader
 from services.worker.models.heads.loading import read_heads
 from services.worker.models.heads.rows import alibi_slopes
-from services.worker.models.hf_layers.tensor_names import GRANITE, LEARNED_FREQUENCIES, tensor_names
-from services.worker.models.latent.loading import LatentLoader
+from services.worker.models.hf_layers.tensor_names import GRANITE, tensor_names
+from services.worker.models.latent.loading import LatentLoader, learned_frequencies
 from services.worker.models.mixture.loading import read_experts, read_experts_of_tokens, read_routing
 from services.worker.models.quantization.matrices import (
     Matrix,
@@ -483,16 +483,11 @@ class _Loader:
         weight, offsets = self._norm(name), self._config.post_norm_offsets
         return weight if offsets is None else weight + (offsets[place] - 1.0)
 
-    def _learned_frequencies(self) -> Tensor | None:
-        latent = self._config.latent
-        if latent is None or not latent.learned_frequencies:
-            return None
-        return read_exactly(self._checkpoint, LEARNED_FREQUENCIES, (latent.rope_dim // 2,)).exp()
-
     def _table(self, rope: Rope) -> Tensor:
         if rope not in self._tables:
             config = self._config
-            table = cos_sin_table(rope, config.rotated_dim, self._max_model_len, self._learned_frequencies())
+            learned = learned_frequencies(self._checkpoint, config.latent)
+            table = cos_sin_table(rope, config.rotated_dim, self._max_model_len, learned)
             whole = config.head_dim if config.latent is None else config.latent.rope_dim
             if config.rotary_dim not in (None, whole):
                 table = partly_rotating(table, whole)

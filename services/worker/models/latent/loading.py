@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.worker.models.checkpoint import read_exactly
+from services.worker.models.checkpoint import TensorSource, read_exactly
 from services.worker.models.config import ModelConfig
 from services.worker.models.hf_layers.latent import IndexConfig, LatentConfig
-from services.worker.models.hf_layers.tensor_names import tensor_names
+from services.worker.models.hf_layers.tensor_names import LEARNED_FREQUENCIES, tensor_names
 from services.worker.models.quantization.matrices import Matrix, MatrixLoader, permuted
 from services.worker.models.weights import IndexWeights, LatentWeights, PositionScale
 from services.worker.ops.interface import Ops, PackedLinear
@@ -156,6 +156,13 @@ class LatentLoader(NamedTuple):
         shape = (self.config.num_heads * dim, inputs)
         read = self.matrices.read(f"{self.name}.{part}", shape, rows=(first * dim, last * dim))
         return permuted(read, rotated_last(self.latent, last - first, dim))
+
+
+def learned_frequencies(checkpoint: TensorSource, latent: LatentConfig | None) -> Tensor | None:
+    """Returns the angles that a position turns pairs of elements by, where the model was trained to have its own."""
+    if latent is None or not latent.learned_frequencies:
+        return None
+    return read_exactly(checkpoint, LEARNED_FREQUENCIES, (latent.rope_dim // 2,)).exp()
 
 
 def rotated_last(latent: LatentConfig, heads: int, dim: int) -> Tensor:
