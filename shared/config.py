@@ -19,15 +19,17 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 from msgspec import Meta, Struct
 
 from shared.blocks import DEFAULT_BLOCK_SIZE, BlockSize
-from shared.bus.nats_connection import NatsOptions
 from shared.ids import InstanceId, ModelName, checked_instance
 from shared.messages.lifecycle import HEARTBEAT_SECONDS, KEEP_ALIVE_SECONDS, MAX_KEEP_ALIVE_SECONDS, Service
 from shared.settings import ContainerVariable, Port, UpOption, settings_of
+
+if TYPE_CHECKING:
+    from shared.bus.nats_connection import NatsOptions
 
 ENVIRONMENT_PREFIX = "BATON_"
 
@@ -138,6 +140,8 @@ class ServiceConfig(Struct, frozen=True, kw_only=True):
 
     def nats_options(self) -> NatsOptions:
         """Where the bus is and who this process is there."""
+        from shared.bus.nats_connection import NatsOptions  # not for those who have settings and no bus
+
         return NatsOptions(
             servers=self.nats_url,
             namespace=self.namespace,
