@@ -48,6 +48,7 @@ LONGEST_FIRST = (
     "tests/integration/cluster/test_features_together.py",
     "tests/faults/test_data_parallel.py",
     "tests/faults/test_colocation.py",
+    "tests/integration/worker/test_model_features.py",
     "tests/integration/",
     "tests/faults/",
 )
