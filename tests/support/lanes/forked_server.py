@@ -38,7 +38,8 @@ def fork_server() -> None:
 
 
 def _serve(code: str, descriptors: Sequence[int]) -> NoReturn:
-    """What `python -c` does with `code`, once somebody connects or nobody can any more."""
+    """What `python -c` does with `code`, once somebody connects to the first of `descriptors`; nothing where all who
+    might have ended."""
     try:
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor > 2 and descriptor not in descriptors:
@@ -48,7 +49,7 @@ def _serve(code: str, descriptors: Sequence[int]) -> NoReturn:
         os.dup2(nothing, 0)
         os.dup2(2, 1)
         os.close(nothing)
-        select.select(descriptors, [], [])
-        exec(code, {})
+        if descriptors[0] in select.select(descriptors, [], [])[0]:
+            exec(code, {})
     finally:
         os._exit(0)
