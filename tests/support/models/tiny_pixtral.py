@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from pathlib import Path
@@ -89,7 +90,7 @@ def make_pixtral_model(folder: Path, kind: PixtralKind = "mistral3", seed: int =
     texts, sizes = _LANGUAGE_MODELS.get(kind, (MistralConfig, _TEXT))
     parts: dict[str, Any] = {
         "vision_config": PixtralVisionConfig(**_TOWER),
-        "text_config": texts(vocab_size=len(tokenizer), **sizes),
+        "text_config": texts(vocab_size=len(tokenizer), **copy.deepcopy(sizes)),
         "image_token_index": tokenizer.convert_tokens_to_ids(IMAGE),
         "vision_feature_layer": -1,
         "tie_word_embeddings": False,
