@@ -30,7 +30,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         make_glm_model,
         make_llama4_model,
         make_gemma4_model,
-        *(pytest.param(each, id=kind) for kind, each in IMAGE_KINDS.items()),
+        *(
+            pytest.param(each, id=kind, marks=pytest.mark.extras if kind == "ministral3" else ())
+            for kind, each in IMAGE_KINDS.items()
+        ),
     ],
 )
 def test_chats_with_images_say_what_the_library_says(tmp_path: Path, make: Callable[[Path], ImageModel]) -> None:
