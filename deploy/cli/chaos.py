@@ -6,6 +6,7 @@ import asyncio
 import shlex
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,11 @@ from deploy.cli.up.options import given, offers, set_option, with_options
 from deploy.errors import CommandError
 
 if TYPE_CHECKING:
-    from deploy.chaos.stack import Need
+    from deploy.chaos.faults.fault import Fault
+    from deploy.chaos.run import ChaosOptions, RoundResult
+    from deploy.chaos.schedule import Strike
+    from deploy.chaos.stack import ChaosStack, Need
+    from services.bench.report import Report
 
 STACK = "The stack that it starts"
 STACK_OPTIONS = (
@@ -62,10 +67,9 @@ def chaos(
     Ends with status 1 where a stream was lost or altered, something stayed held, or a process did not come back.
     """
     from deploy.chaos.faults.choice import chosen_faults, needs_of
-    from deploy.chaos.report import figures, round_line, text
-    from deploy.chaos.run import ChaosOptions, ChaosRun, RoundResult
-    from deploy.chaos.schedule import Strike
-    from deploy.chaos.stack import ChaosStack, chaos_stack
+    from deploy.chaos.report import text
+    from deploy.chaos.run import ChaosOptions
+    from deploy.chaos.stack import chaos_stack
     from deploy.model_choice import model_directory
     from services.bench.report import OutputOptions, Report
 
@@ -75,35 +79,44 @@ def chaos(
         needs = _needs_outside_namespaces(needs)
     model = model_directory(values.pop("model", None)) if "model copy" in needs else None
     argv = [*_up_options(values), *(f"--set={each}" for each in settings or ())]
-    output = OutputOptions(output_json, as_json, False, False, None, _typed_command())
-    report = Report(output)
-
-    def found(run: ChaosRun, results: list[RoundResult]) -> dict[str, Any]:
-        return {"seed": seed, "stack": argv} | figures(
-            results, run.cases, run.skipped, run.usage, run.broken, run.grown
-        )
-
-    async def rounds(stack: ChaosStack) -> tuple[ChaosRun, list[RoundResult]]:
-        async with stack.running():
-            run = ChaosRun(stack, chosen, ChaosOptions(seed, duration, streams, tokens, passes))
-            if not run.cases:
-                raise CommandError("none of these faults can be done here: " + "; ".join(run.skipped.values()))
-            results: list[RoundResult] = []
-
-            def show(strike: Strike, result: RoundResult) -> None:
-                results.append(result)
-                report.show(round_line(strike.number, result))
-                report.keep(found(run, results))  # an hour's results outlive an accident
-
-            return run, await run.run(show)
+    report = Report(OutputOptions(output_json, as_json, False, False, None, _typed_command()))
+    options = ChaosOptions(seed, duration, streams, tokens, passes)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the stack ends with this command, however it is ended
     with chaos_stack(argv, run_dir, needs, model) as stack:
-        run, results = asyncio.run(rounds(stack))
-    result = found(run, results)
+        result = asyncio.run(_taken_apart(stack, chosen, options, report, {"seed": seed, "stack": argv}))
     report.end(result, text(result))
-    if result["problems"] or not results:
+    if result["problems"] or not result["rounds"]:
         raise SystemExit(1)
+
+
+async def _taken_apart(
+    stack: ChaosStack,
+    chosen: Mapping[Fault, frozenset[str]],
+    options: ChaosOptions,
+    report: Report,
+    head: dict[str, Any],
+) -> dict[str, Any]:
+    """What came of all rounds, behind `head`; each is shown when it is over. Raises CommandError where none can be."""
+    from deploy.chaos.report import figures, round_line
+    from deploy.chaos.run import ChaosRun
+
+    results: list[RoundResult] = []
+
+    def found() -> dict[str, Any]:
+        return head | figures(results, run.cases, run.skipped, run.usage, run.broken, run.grown)
+
+    def show(strike: Strike, result: RoundResult) -> None:
+        results.append(result)
+        report.show(round_line(strike.number, result))
+        report.keep(found())  # an hour's results outlive an accident
+
+    async with stack.running():
+        run = ChaosRun(stack, chosen, options)
+        if not run.cases:
+            raise CommandError("none of these faults can be done here: " + "; ".join(run.skipped.values()))
+        results[:] = await run.run(show)
+    return found()
 
 
 def _needs_outside_namespaces(needs: frozenset[Need]) -> frozenset[Need]:
