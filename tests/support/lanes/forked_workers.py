@@ -30,6 +30,7 @@ from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 
 from tests.support.lanes.forked_server import fork_server
+from tests.support.lanes.roomy_stack import call_with_room
 from tests.support.paths import REPOSITORY
 
 _IMPORTED = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
@@ -154,7 +155,7 @@ def _serve() -> NoReturn:
         log.handlers[:] = [each for each in log.handlers if not type(each).__module__.startswith("_pytest.")]
         main = sys.modules["__main__"] = ModuleType("__main__")
         fork_server()
-        exec(eval(sys.stdin.readline()), main.__dict__)
+        call_with_room(lambda: exec(eval(sys.stdin.readline()), main.__dict__))
         status = 0
     finally:
         with suppress(BaseException):
