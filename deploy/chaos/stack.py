@@ -16,6 +16,7 @@ from deploy.chaos.clock import FakeClock, faketime_library
 from deploy.chaos.model_copy import ModelCopy
 from deploy.chaos.namespaces import mount_small_disk, set_link, unmount
 from deploy.chaos.proxy import HOST, BusProxy
+from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
 from deploy.supervisor.background import start_in_background
 from deploy.supervisor.log_files import log_files
@@ -78,7 +79,9 @@ class ChaosStack:
         Raises CommandError."""
         if self._behind_proxy:
             self.proxy = BusProxy(lambda: self.state.nats_port)
-            self._argv.append(f"--set=nats_url=nats://{HOST}:{await self.proxy.start()}")
+            url = f"nats://{HOST}:{await self.proxy.start()}"
+            # Of each service: for all of them together it would be a bus that somebody else has started.
+            self._argv += [f"--set={service}.nats_url={url}" for service in CONFIGS]
         try:
             await asyncio.to_thread(self.start)
             yield

@@ -40,6 +40,7 @@ def run_chaos(run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.features("re-dispatch")
 def test_no_stream_is_lost_or_altered_and_nothing_stays_held(tmp_path: Path) -> None:
     done = run_chaos(tmp_path / "stack", FAULTS, *LOAD, *STACK)
+    assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert done.returncode == 0, (found["problems"], done.stderr)
     assert found["rounds"] > 0
@@ -54,6 +55,7 @@ def test_hostile_clients_harm_nobody_and_everything_is_given_back(tmp_path: Path
     faults = f"--faults=calm,{','.join(f'hostile:{name}' for name in HOSTILE)}"
     stack = ("--engines=1", "--kvstore-memory=64MiB", "--device=cpu")
     done = run_chaos(tmp_path / "stack", faults, "--passes=1", "--streams=4", "--tokens=50", *stack)
+    assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert done.returncode == 0, (found["problems"], done.stderr)
     assert {row["target"] for row in found["matrix"]} == {"", *HOSTILE}

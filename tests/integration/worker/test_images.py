@@ -24,6 +24,7 @@ from services.worker.ops.interface import OpsName, OpsUnavailable
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import Incarnation, ModelName
 from shared.messages.worker import StepPlan
+from shared.models.image_models import DEEPSEEK_OCR2, GEMMA
 from tests.support.models.quantised_files import quantise
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_adapters import ALL_LINEAR, ATTENTION, write_adapter
@@ -397,9 +398,10 @@ def test_sizes_that_a_configuration_leaves_out_are_the_librarys(kind: str, tmp_p
     theirs = transformers.AutoConfig.for_model(kind)
     for key, value in LANGUAGE_MODEL_DEFAULTS[kind].items():
         assert getattr(theirs, key) == value
-    whole = "Gemma3ForConditionalGeneration" if kind.startswith("gemma") else "LlavaForConditionalGeneration"
+    whole = {"gemma3_text": GEMMA, "deepseek_ocr2_text": DEEPSEEK_OCR2}.get(kind, "LlavaForConditionalGeneration")
     said = {"architectures": [whole], "torch_dtype": "float16"}
-    (tmp_path / "config.json").write_text(json.dumps({**said, "text_config": {"model_type": kind}}))
+    chosen = {} if theirs.to_dict().get("n_routed_experts") is None else {"num_experts_per_tok": 6}  # has no default
+    (tmp_path / "config.json").write_text(json.dumps({**said, "text_config": {"model_type": kind, **chosen}}))
     config = read_model_config(tmp_path)
     assert (config.num_layers, config.hidden_size, config.dtype) == (
         theirs.num_hidden_layers,
