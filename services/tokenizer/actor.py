@@ -62,7 +62,7 @@ QUESTION_TIMEOUT = 9.0
 has left."""
 
 MAX_WITHDRAWN = 1024
-"""Requests given up that are remembered: as many as the inbox, where their prompts may still be, holds at most."""
+"""Requests given up that are remembered: a prompt that the inbox had no room for may come behind its withdrawal."""
 
 KINDS: dict[type[Prompt], str] = {
     ChatPrompt: "chat",
@@ -83,6 +83,11 @@ class _HeldPrompt:
     task: asyncio.Task[None]
     on_thread: bool = False
     """Whether it is being encoded, which nothing stops."""
+
+    def call_off(self) -> None:
+        """Drops it, its rendering included, unless a thread has it."""
+        if not self.on_thread:
+            self.task.cancel()
 
 
 class TokenizerActor(Actor):
@@ -105,7 +110,6 @@ class TokenizerActor(Actor):
         self._held: dict[RequestId, _HeldPrompt] = {}
         """The newest attempt of each request whose prompt is long and not yet tokenized."""
         self._fence = AttemptFence(MAX_WITHDRAWN)
-        self._renderings: dict[RequestId, asyncio.Task[Prompt]] = {}
         self._failure: BaseException | None = None
 
     def subscriptions(self) -> Sequence[TopicSubscription[Any]]:
@@ -149,7 +153,10 @@ class TokenizerActor(Actor):
                 raise TypeError(f"a tokenizer takes no {type(message).__name__}")
 
     def _hold(self, message: Tokenize, task: asyncio.Task[None]) -> None:
-        """At once, as the next message may be its withdrawal, before the task has begun."""
+        """At once, as the next message may be its withdrawal, before the task has begun. An earlier attempt
+        gives way."""
+        if (earlier := self._held.get(message.request)) is not None:
+            earlier.call_off()
         self._held[message.request] = _HeldPrompt(message.attempt, message.gateway, message.hears_held, task)
 
     def _withdraw(self, withdrawn: Withdraw) -> None:
@@ -159,8 +166,7 @@ class TokenizerActor(Actor):
         if held is not None and held.attempt <= withdrawn.attempt:
             metrics.WITHDRAWN.inc()
             del self._held[withdrawn.request]
-            if not held.on_thread:
-                held.task.cancel()
+            held.call_off()
 
     async def _handle_alone(self, suspect: Tokenize) -> None:
         """A process died with this request: nothing else is tokenized beside it, and the lifecycle says so."""
@@ -264,7 +270,7 @@ class TokenizerActor(Actor):
             return
         outcome: Route | RequestRejected
         try:
-            prompt = await self._rendered(message)
+            prompt = await self._render(message.prompt)
             async with self._lanes.turn(_size(prompt)) as thread:
                 if self._held.get(message.request) is not held:
                     return
@@ -275,14 +281,6 @@ class TokenizerActor(Actor):
         if self._held.get(message.request) is held:
             del self._held[message.request]
             await self._send(message, outcome, started)
-
-    async def _rendered(self, message: Tokenize) -> Prompt:
-        """Like `_render`; a later attempt waits for the rendering of an earlier one, and for none of its own."""
-        running = self._renderings.get(message.request)
-        if running is None:
-            running = self._renderings[message.request] = asyncio.create_task(self._render(message.prompt))
-            running.add_done_callback(lambda _: self._renderings.pop(message.request))
-        return await running
 
     async def _render(self, prompt: Prompt) -> Prompt:
         """The prompt itself, or the text of a chat that brings its own template. Raises PromptRefused."""

@@ -327,27 +327,35 @@ async def test_a_question_waits_no_longer_than_its_gateway(
     )
 
 
-async def test_a_later_attempt_waits_for_the_rendering_of_an_earlier_one(
-    ring: Ring, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("withdrawn", [True, False])
+async def test_a_later_attempt_is_rendered_while_the_process_of_an_earlier_one_still_ends(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch, withdrawn: bool
 ) -> None:
     started: asyncio.Queue[None] = asyncio.Queue()
-    go_on, run = asyncio.Event(), client_template._run
+    ended, run = asyncio.Event(), client_template._run
 
-    async def counted(request: bytes) -> bytes:
+    async def ending_slowly(request: bytes) -> bytes:
+        if not started.empty():
+            return await run(request)
         started.put_nowait(None)
-        await go_on.wait()
-        return await run(request)
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            await ended.wait()
 
-    monkeypatch.setattr(client_template, "_run", counted)
+    monkeypatch.setattr(client_template, "_run", ending_slowly)
     prompt = ChatPrompt(messages=MESSAGES, template="{{ messages[0].content }}")
     await ring.tokenize(prompt, attempt=1)
-    await heard(started)
+    async with asyncio.timeout(60):
+        while started.empty():
+            await asyncio.sleep(0.001)
+    if withdrawn:
+        await ring.withdraw("r", 1)
     await ring.tokenize(prompt, attempt=2)
-    await ring.tokenize(TextPrompt("Hello"), "later")
-    assert (await heard(ring.routed)).generation.request == "later"
-    go_on.set()
     assert (await heard(ring.routed)).generation.attempt == 2
-    assert started.empty()
+    ended.set()
+    await until_held(ring, 0)
+    assert ring.actor._held == {}
     assert ring.routed.empty()
 
 
