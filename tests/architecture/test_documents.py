@@ -36,6 +36,12 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in LINK.findall(text) if not (page.parent / name).exists()] == []
 
 
+def test_no_page_has_both_sides_of_a_merge() -> None:
+    pages = [*PAGES, REPOSITORY / "CHANGELOG.md", *(REPOSITORY / "docs").rglob("*.md")]
+    marks = re.compile(r"^(?:<{7} |={7}$|>{7} )", re.MULTILINE)
+    assert [page.name for page in pages if marks.search(page.read_text(encoding="utf-8"))] == []
+
+
 @pytest.mark.parametrize(
     "page", [*PAGES, REPOSITORY / "deploy" / "demo" / "README.md"], ids=lambda page: str(page.name)
 )
