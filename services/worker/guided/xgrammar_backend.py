@@ -53,12 +53,19 @@ class _Absent(ModuleType):
 
 
 def _load_xgrammar() -> None:
-    """Imports it, in a process without PyTorch without that and `transformers`, which take most of the time and memory,
-    and which only functions need that are not called here. No other thread may import these meanwhile. Raises
-    ImportError."""
-    if "torch" in sys.modules or "xgrammar" in sys.modules:
-        import_module("xgrammar")
-        return
+    """Imports it, in a process that has neither PyTorch nor `transformers` without these, which take most of the time
+    and memory, and which only functions need that are not called here. No other thread may import them meanwhile.
+    Raises ImportError."""
+    if not any(name in sys.modules for name in (*_NAMED_ONLY, "xgrammar")):
+        try:
+            _load_alone()
+        except Exception:  # whatever a release says that does more with them as it is imported
+            for name in [each for each in sys.modules if each.partition(".")[0] == "xgrammar"]:
+                del sys.modules[name]
+    import_module("xgrammar")
+
+
+def _load_alone() -> None:
     try:
         sys.modules["torch"] = None  # type: ignore[assignment] # tvm_ffi goes without
         import_module("tvm_ffi")

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ from shared.messages.generation import Grammar, SamplingOptions
 from shared.messages.scheduler import SequenceFailed
 from shared.messages.worker import NewSequence
 from shared.packing import pack
+from tests.support.paths import REPOSITORY
 from tests.support.worker.compiled_grammars import DEADLINE, compile_now, grammar_library, outcomes
 from tests.support.worker.guided_documents import RandomWriter
 
@@ -193,6 +196,24 @@ def test_servers_do_without_pytorch(library: GrammarLibrary) -> None:
     for names in files:
         assert {name for name in names if "xgrammar" in name}
         assert not {name for name in names if "torch" in name}
+
+
+@pytest.mark.parametrize("before", ["", "import transformers; "])
+def test_xgrammar_finds_pytorch_where_it_uses_it_or_others_do(tmp_path: Path, before: str) -> None:
+    """A release of it, and libraries, that are made up."""
+    files = {"torch": "__version__ = 'real'", "transformers": "", "tvm_ffi": ""}
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "xgrammar").mkdir()
+    (tmp_path / "xgrammar/__init__.py").write_text("import transformers\nfrom . import part")
+    (tmp_path / "xgrammar/part.py").write_text("import torch\nfound = torch.__version__")
+    program = (
+        f"{before}from services.worker.guided.xgrammar_backend import _load_xgrammar; _load_xgrammar(); "
+        "import sys, xgrammar; print(xgrammar.part.found, xgrammar.transformers is sys.modules['transformers'])"
+    )
+    path = os.pathsep.join((str(tmp_path), str(REPOSITORY)))
+    said = subprocess.check_output([sys.executable, "-c", program], env={"PYTHONPATH": path}, text=True, timeout=60)
+    assert said.split() == ["real", "True"]
 
 
 def test_a_process_that_is_killed_loses_its_sequences_and_nobody_elses(guided: Guided) -> None:
