@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import select
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import forkserver, util
@@ -51,5 +52,8 @@ def _serve(code: str, descriptors: Sequence[int]) -> NoReturn:
         os.close(nothing)
         if descriptors[0] in select.select(descriptors, [], [])[0]:
             exec(code, {})
-    finally:
         os._exit(0)
+    except BaseException:  # nothing of the tests' process may run on in here
+        traceback.print_exc()
+    finally:
+        os._exit(1)
