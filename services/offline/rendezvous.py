@@ -5,26 +5,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import os
 import re
+import socket
 import tempfile
 from pathlib import Path
 
 from shared.addresses import rendezvous_file
 
-_OWNER = re.compile(r"baton-(?P<namespace>\d+)-(?P<pid>\d+)-.*")
+_OWNER = re.compile(r"baton-[0-9a-f]+-(?P<pid>\d+)-.*")
 
 
 def new_rendezvous(folder: Path | None = None) -> str:
     """The address of a file of this process that does not exist yet; removes those of processes that are gone.
     `folder`: None: the system's for temporary files."""
     folder = Path(tempfile.gettempdir()) if folder is None else folder
-    namespace = _pid_namespace()
-    for path in folder.glob(f"baton-{namespace}-*"):
+    here = _process_numbers()
+    for path in folder.glob(f"baton-{here}-*"):
         found = _OWNER.fullmatch(path.name)
         if found is not None and not _is_alive(int(found["pid"])):
             _remove(path)
-    address = rendezvous_file(folder, f"baton-{namespace}-{os.getpid()}")
+    address = rendezvous_file(folder, f"baton-{here}-{os.getpid()}")
     atexit.register(_remove, Path(address.removeprefix("file://")))
     return address
 
@@ -34,12 +36,14 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _pid_namespace() -> int:
-    """In which a process's number means anything: containers may share a folder. 0 where there is only one."""
+def _process_numbers() -> str:
+    """Names whose process numbers this process sees: containers may share the folder, and so may hosts, the first PID
+    namespace of each of which has the same number."""
     try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return 0
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:  # this system has only one
+        namespace = 0
+    return hashlib.blake2b(f"{socket.gethostname()} {namespace}".encode(), digest_size=6).hexdigest()
 
 
 def _is_alive(pid: int) -> bool:

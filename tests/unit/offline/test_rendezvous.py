@@ -21,7 +21,9 @@ def test_what_a_process_has_left_that_is_gone_is_removed_and_nothing_else(tmp_pa
     killed = subprocess.run([sys.executable, "-c", made, tmp_path], text=True, capture_output=True, check=False)
     left = Path(killed.stdout.strip())
     own = Path(new_rendezvous(tmp_path / "elsewhere").removeprefix("file://")).name
-    others = [tmp_path / name for name in (own, "baton-0-1-x", "baton-models", f"{left.name}".replace("-", "_"))]
+    _, _, gone, unique = left.name.split("-")
+    elsewhere = f"baton-0123456789ab-{gone}-{unique}"  # of another host or container, with the same number
+    others = [tmp_path / name for name in (own, elsewhere, "baton-models", left.name.replace("-", "_"))]
     for path in others:
         path.touch()
     assert left.exists()
