@@ -13,6 +13,7 @@ from deploy.cli.up.assignments import Settings
 from deploy.cli.up.options import Offer, offers
 from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
+from deploy.supervisor.launch import SECRETS
 from shared.config import ConfigError, Given, ServiceConfig, given_settings
 
 
@@ -22,17 +23,14 @@ def with_sources(
     """`typed`, with what the sources say of options that were not typed; `--set` wins over what was. Raises
     CommandError."""
     found = dict(typed)
-    for offer in offers().values():
-        if not offer.option.placed:
-            continue
-        service, setting = offer.targets[0]
+    dealt_out = [(offer, *offer.targets[0]) for offer in offers().values() if offer.option.placed]
+    said = {service: _of_service(service, config, environment) for service in {each for _, each, _ in dealt_out}}
+    for offer, service, setting in dealt_out:
         by_hand = assigned.get(service, {}).get(setting.name)
         if by_hand is not None:
             found[offer.name] = _as_typed(offer, Given(by_hand, "--set"))
-        elif typed.get(offer.name) in (None, []):
-            said = _of_service(service, config, environment).get(setting.name)
-            if said is not None:
-                found[offer.name] = _as_typed(offer, said)
+        elif typed.get(offer.name) in (None, []) and setting.name in said[service]:
+            found[offer.name] = _as_typed(offer, said[service][setting.name])
     return found
 
 
@@ -51,7 +49,7 @@ def _as_typed(offer: Offer, given: Given) -> Any:
     try:
         parsed = setting.parse(given.value)
     except ValueError as error:
-        shown = "***" if setting.name.endswith(("_keys", "_url")) else repr(given.value)
+        shown = "***" if setting.name in SECRETS else repr(given.value)
         raise CommandError(f"{setting.name} = {shown} (from {given.source}): {error}", status=2) from None
     if parsed is None or (setting.plain_type in (int, float) and not setting.is_bytes):
         return parsed
