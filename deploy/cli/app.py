@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from importlib.metadata import version
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -182,6 +183,29 @@ def _from_vllm(line: list[str], command: Any) -> list[str]:
     return made
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"baton {version('baton-serve')}")
+        raise typer.Exit
+
+
+def _own_options() -> list[Any]:
+    """Those of `baton` itself, without a command."""
+    app = typer.Typer(add_completion=False)
+
+    @app.callback()
+    def baton(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version", is_eager=True, expose_value=False, callback=_show_version, help="Show Baton's version."
+            ),
+        ] = False,
+    ) -> None: ...
+
+    return typer.main.get_group(app).params
+
+
 def command_line() -> TyperGroup:
     """All commands, none of which is loaded yet."""
     return _Commands(
@@ -192,7 +216,7 @@ def command_line() -> TyperGroup:
             for name, listed in COMMANDS.items()
         },
         epilog="\n\n".join(("Examples:", *EXAMPLES)),
-        params=list(typer.main.get_install_completion_arguments()),
+        params=[*_own_options(), *typer.main.get_install_completion_arguments()],
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

@@ -28,7 +28,7 @@ from shared import topics
 from shared.ids import EngineId, InstanceId
 from shared.journals.journal import Journal, JournalError
 from shared.journals.traffic import KIND as TRAFFIC
-from shared.journals.traffic import RecordedMessage, TrafficJournal, TrafficStart, recorded_messages
+from shared.journals.traffic import RecordedMessage, TrafficJournal, TrafficStart, older, recorded_messages
 from shared.packing import NOT_DECODED
 from shared.settings import parse_bytes
 
@@ -72,6 +72,7 @@ def record(
         limit=size,
         ring=ring is not None,
     )
+    check_new(recording)
     write_journal(running_stack(name, run_dir), recording)
 
 
@@ -124,6 +125,14 @@ def check_patterns(patterns: Sequence[str]) -> None:
         tokens = pattern.split(".")
         if not all(re.fullmatch(r"[A-Za-z0-9_$-]+|\*|>", token) for token in tokens) or ">" in tokens[:-1]:
             raise CommandError(f"{pattern}: no subject; tokens with dots between, * for one, > for the rest", status=2)
+
+
+def check_new(recording: Recording) -> None:
+    """Raises CommandError where a file with something in it would be written over."""
+    paths = [recording.path, older(recording.path)] if recording.ring else [recording.path]
+    for path in paths:
+        if path.is_file() and path.stat().st_size:
+            raise CommandError(f"{path} is there already; name another file, or remove it", status=2)
 
 
 def write_journal(state: StackState, recording: Recording) -> None:

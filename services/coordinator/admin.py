@@ -317,8 +317,9 @@ def _refusal(registry: Registry, life: Lifecycle, leaving: Sequence[Lifecycle]) 
     alike, gone = _alike(life), {each.instance for each in leaving}
     if any(alike(other) for other in registry.all(life.service, "ready") if other.instance not in gone):
         return None
-    last = f"{life.instance} is" if len(gone) == 1 else f"{', '.join(sorted(gone))} are"
-    return f"{last} the last ready {_kind_of(life)}; start another one first, or force it"
+    if len(gone) == 1:
+        return f"{life.instance} is the last ready {_kind_of(life)}; start another one first, or force it"
+    return f"no {_kind_of(life)} would be ready without {', '.join(sorted(gone))}; start another one first, or force it"
 
 
 def _kind_of(life: Lifecycle) -> str:

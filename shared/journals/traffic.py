@@ -76,11 +76,16 @@ class TrafficJournal:
     def _turn(self) -> None:
         self._writer.close()
         self._before += self._writer.size
-        self._path.replace(self._path.with_name(f"{self._path.name}.older"))
+        self._path.replace(older(self._path))
         self._writer = self._begun()
 
     def _begun(self) -> JournalWriter:
         return JournalWriter(self._path, KIND, self._start, written_by=self._written_by, limit=self._each)
+
+
+def older(path: Path) -> Path:
+    """Where a ring at `path` has the journal before."""
+    return path.with_name(f"{path.name}.older")
 
 
 def recorded_messages(journal: Journal) -> Iterator[RecordedMessage]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -37,6 +38,11 @@ def test_a_supervisor_in_the_background_carries_nothing_of_the_command_line() ->
     program = "import sys, deploy.cli.up.__main__, deploy.cli.up.run; print(*sys.modules)"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert not {name.partition(".")[0] for name in said.stdout.split()} & {"typer", "click", "rich", "pydantic"}
+
+
+def test_the_version_is_an_option_too(capsys: pytest.CaptureFixture[str]) -> None:
+    command_line().main(["--version"], standalone_mode=False)
+    assert capsys.readouterr().out == f"baton {version('baton-serve')}\n"
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("pss", "'ps'"), ("serve", "`baton up`"), ("run-batch", "`baton batch`")])

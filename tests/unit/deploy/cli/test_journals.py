@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.journals import check_patterns, list_journal, replay_journal, scheduler_subjects, seconds
+from deploy.cli.journals import check_patterns, list_journal, record, replay_journal, scheduler_subjects, seconds
 from deploy.errors import CommandError
 from shared.journals.journal import Journal
 from shared.journals.traffic import RecordedMessage, TrafficJournal, TrafficStart, recorded_messages
@@ -64,6 +64,17 @@ def test_traffic_is_listed_but_not_replayed(tmp_path: Path, capsys: pytest.Captu
         replay_journal(tmp_path / "j", as_json=False)
     list_journal(tmp_path / "j", as_json=False)
     assert capsys.readouterr().out.split() == ["0", "01:01:01.250", "engine.e.control", "4", "B", "[1,", '"x"]']
+
+
+@pytest.mark.parametrize(("there", "ring"), [("j", None), ("j", "1MiB"), ("j.older", "1MiB")])
+def test_what_is_there_is_not_written_over(tmp_path: Path, there: str, ring: str | None) -> None:
+    (tmp_path / there).write_text("mine")
+    with pytest.raises(CommandError, match=f"/{there} is there already"):
+        record(tmp_path / "j", [">"], ring=ring, run_dir=tmp_path)
+    assert (tmp_path / there).read_text() == "mine"
+    (tmp_path / there).write_text("")
+    with pytest.raises(CommandError, match="no stack"):
+        record(tmp_path / "j", [">"], ring=ring, run_dir=tmp_path)
 
 
 def test_durations_and_subjects_are_checked() -> None:
