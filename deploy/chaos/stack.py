@@ -10,13 +10,12 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from deploy.chaos.clock import FakeClock, faketime_library
 from deploy.chaos.model_copy import ModelCopy
 from deploy.chaos.namespaces import mount_small_disk, set_link, unmount
 from deploy.chaos.proxy import HOST, BusProxy
-from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
 from deploy.supervisor.background import start_in_background
 from deploy.supervisor.log_files import log_files
@@ -24,6 +23,7 @@ from deploy.supervisor.orphans import end_stack
 from deploy.supervisor.processes import ProcessIdentity, start_time
 from deploy.supervisor.state_file import MemberRecord, StackState, read_state
 from shared.machine.home import expanded
+from shared.messages.lifecycle import Service
 
 SUPERVISOR = "supervisor"
 ORPHAN_TIMEOUT = "--orphan-timeout=60"
@@ -81,7 +81,7 @@ class ChaosStack:
             self.proxy = BusProxy(lambda: self.state.nats_port)
             url = f"nats://{HOST}:{await self.proxy.start()}"
             # Of each service: for all of them together it would be a bus that somebody else has started.
-            self._argv += [f"--set={service}.nats_url={url}" for service in CONFIGS]
+            self._argv += [f"--set={service}.nats_url={url}" for service in get_args(Service)]
         try:
             await asyncio.to_thread(self.start)
             yield
