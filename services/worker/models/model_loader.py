@@ -14,6 +14,7 @@ from services.worker.distributed.lockstep import GroupTopology
 from services.worker.distributed.residual_rows import ResidualRows
 from services.worker.distributed.row_exchange import RowExchange, row_exchange
 from services.worker.distributed.torch_ranks import RankGroup
+from services.worker.models.block_index.cache import check_index_keys
 from services.worker.models.checkpoint import (
     NOWHERE,
     Checkpoint,
@@ -165,6 +166,8 @@ def _decoder(
     """With the classification head on the last stage of a classifier. `check_fits`: before weights are read."""
     expert_rank = None if settings.group is None else settings.group.place.in_group
     share = shard_of(config, settings.layer_ranks.rank, settings.layer_ranks.world_size, experts, expert_rank)
+    if chosen_blocks is not None:
+        check_index_keys(config, chosen_blocks, share, settings.block_size)
     with STARTUP.stage("kernels"):
         ops = create_ops(settings, dtype)
     with torch.inference_mode(), STARTUP.stage("weights"), _tensors(settings, config, dtype, method, plugin) as tensors:

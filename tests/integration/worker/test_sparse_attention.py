@@ -80,7 +80,7 @@ def agrees(model: TinyModel, recorded: list[Tensor], **settings: Any) -> None:
         (
             "qwen4",
             {"ple_layer_ids": [1, 3], "ngram_size": 4, "ple_embed_dim": 36, "split_ngram_parts": 1}
-            | {"eos_token_id": [PROMPT[20], 2]},
+            | {"eos_token_id": [PROMPT[20], 2], "output_gate_type": None},
             "native",
         ),
         ("mistral-large-4", {"no_rope_layers": None, "kv_source_layers": None, "attention_bias": True}, "torch"),
@@ -117,7 +117,7 @@ def test_a_part_of_a_long_prompt_is_what_is_attended_to(
     dense = make_model(family, tmp_path / "dense", **ALL.get(family, {"index_topk": 4096}))
     difference = (model.logits(PROMPT) - dense.logits(PROMPT)).abs().amax(dim=1)
     assert difference[:12].max() < 1e-4
-    assert difference[-1] > 0.1, "models that attend to everything would agree, too"
+    assert difference[-3:].max() > 0.1, "models that attend to everything would agree, too"
 
 
 def test_rows_are_scored_some_at_a_time(
@@ -211,8 +211,13 @@ def test_what_does_not_combine_with_chosen_blocks_is_refused_at_start(tmp_path: 
     itself = SpeculationSettings(method="draft", num_speculative_tokens=2, model=str(model.path))
     with pytest.raises(ModelError, match="drafts for sequences of up to 32 tokens, the model is served with 64"):
         tiny_backend(model.path, speculation=itself, max_model_len=64)
-    with pytest.raises(ModelError, match="block_size 32 does not divide index_block_size 16"):
+    undivided = "block_size 32 does not divide index_block_size 16, as a max_model_len of more than 32 tokens needs"
+    with pytest.raises(ModelError, match=undivided):
         tiny_backend(model.path, block_size=32)
+    published = make_model("qwen4", tmp_path / "qwen4", indexer_compress_ratio=4)
+    with pytest.raises(ModelError, match="block_size 16 does not divide indexer_compress_ratio 4"):
+        tiny_backend(published.path)
+    tiny_backend(published.path, max_model_len=35)
 
 
 def test_keys_of_indexers_take_a_layer_for_as_many_as_have_room(tmp_path: Path) -> None:

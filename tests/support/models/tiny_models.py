@@ -347,7 +347,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hc_count": 3, "hc_lowrank": 12, "ple_layer_ids": [1], "ple_embed_dim": 24, "heads_per_ngram": 2}
         | {"ngram_vocab_size_base": 60, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 3}
         | {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 16}
-        | {"indexer_budget": 32, "indexer_compress_ratio": 16},
+        | {"indexer_budget": 32, "indexer_compress_ratio": 16, "output_gate_type": "sigmoid"},
     ),
     "olmo-hybrid": (
         "OlmoHybridConfig",

@@ -14,22 +14,28 @@ _WHOLE_ELEMENTS = 16
 """Heads of a multiple of these fill the native layout, whose bytes are copied to stores and back as they are then."""
 
 
+def check_index_keys(config: ModelConfig, index: BlockIndexConfig, share: LayerShard, block_size: int) -> None:
+    """Before weights are read. Raises ModelError for sizes that do not go into each other."""
+    if index.block % block_size:
+        raise ModelError(
+            f"block_size {block_size} does not divide {index.block_key} {index.block}, as a max_model_len of more than "
+            f"{index.longest} tokens needs it to"
+        )
+    if config.head_dim % _WHOLE_ELEMENTS:
+        raise ModelError(f"head_dim {config.head_dim} is no multiple of {_WHOLE_ELEMENTS}, as index keys need")
+    if share.num_kv_heads * config.head_dim < index.dim:
+        raise ModelError(
+            f"{index.dim_key} {index.dim} is more than the {share.num_kv_heads} key/value heads of a rank have: choose "
+            "a smaller --tp"
+        )
+
+
 class IndexKeyLayout:
-    """Of a rank that has some key/value heads, on each of these stages."""
+    """Of a rank that has some key/value heads, on each stage; of sizes that `check_index_keys` lets through."""
 
     def __init__(self, config: ModelConfig, index: BlockIndexConfig, share: LayerShard, block_size: int) -> None:
-        """Raises ModelError for sizes that do not go into each other."""
         self._dim, self._block_size, self._heads = index.dim, block_size, share.num_kv_heads
-        if index.block % block_size:
-            raise ModelError(f"block_size {block_size} does not divide index_block_size {index.block}")
-        if config.head_dim % _WHOLE_ELEMENTS:
-            raise ModelError(f"head_dim {config.head_dim} is no multiple of {_WHOLE_ELEMENTS}, as index keys need")
         self._of_half = share.num_kv_heads * config.head_dim // index.dim
-        if not self._of_half:
-            raise ModelError(
-                f"index_head_dim {index.dim} is more than the {share.num_kv_heads} key/value heads of a rank have: "
-                "choose a smaller --tp"
-            )
         self._chooses = [layer.chooses for layer in config.layers]
 
     def layers(self, stage: PipelineStage) -> int:

@@ -42,7 +42,7 @@ class ChosenBlocksDecoder(Decoder):
         pipeline: Pipeline,
         stages: tuple[PipelineStage, ...],
     ) -> None:
-        """`stages`: all that there are. Raises ModelError for sizes that do not go into each other."""
+        """`stages`: all that there are."""
         super().__init__(config, weights, share, ops, communicator, pipeline)
         self._index, self._stages = index, stages
         self._choice: _ChosenOfStep | None = None

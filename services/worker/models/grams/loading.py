@@ -76,9 +76,13 @@ class GatedStreamsLoader(NamedTuple):
         source, width = self.matrices.checkpoint, grams.dim // grams.hashes
         if f"{name}.shard_0.weight" not in source:
             return source.read(f"{name}.weight", (rows, width)).to(self.device)
-        each = [len(part) for part in torch.empty(rows, 0).chunk(grams.shards)]
-        parts = [source.read(f"{name}.shard_{number}.weight", (size, width)) for number, size in enumerate(each)]
-        return torch.cat(parts).to(self.device)
+        sizes = [len(part) for part in torch.empty(rows, 0).chunk(grams.shards)]
+        first = source.read(f"{name}.shard_0.weight", (sizes[0], width))
+        # Filled part by part: joined, one of a hundred gigabytes would be there twice.
+        table = torch.empty(rows, width, dtype=first.dtype, device=self.device)
+        for number, (part, size) in enumerate(zip(torch.split(table, sizes), sizes, strict=True)):
+            part.copy_(source.read(f"{name}.shard_{number}.weight", (size, width)) if number else first)
+        return table
 
     def _matrix(self, name: str, shape: tuple[int, int]) -> PackedLinear:
         return self.matrices.pack(self.matrices.numbers(self.matrices.read(name, shape)), None)

@@ -51,6 +51,8 @@ class DeltaConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The same without these few numbers (Ling 3): a row is projected to rates of elements and to gates."""
     lower_bound: float | None = None
     """See `DeltaNet`."""
+    sigmoid_gated: bool = False
+    """See `DeltaNet`."""
 
     @property
     def by_element(self) -> bool:

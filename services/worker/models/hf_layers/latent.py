@@ -69,6 +69,16 @@ class BlockIndexConfig(Struct, frozen=True, omit_defaults=True):
     is behind the last one; there are no local ones."""
 
     @property
+    def block_key(self) -> str:
+        """What a configuration calls `block`."""
+        return "indexer_compress_ratio" if self.pooled else "index_block_size"
+
+    @property
+    def dim_key(self) -> str:
+        """What a configuration calls `dim`."""
+        return "indexer_head_dim" if self.pooled else "index_head_dim"
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence of which all is chosen."""
         return self.block * self.chosen + (self.block - 1 if self.pooled else 0)

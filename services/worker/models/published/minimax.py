@@ -23,6 +23,9 @@ _PART = "partial_rotary_factor"
 class _RawBlocks(Struct):
     """Of a published file's `sparse_attention_config`."""
 
+    use_sparse_attention: bool = True
+    sparse_score_type: str = "max"
+    sparse_init_block: int = 0
     sparse_attention_freq: list[int] | None = None
     sparse_num_index_heads: int | None = None
     sparse_index_dim: int | None = None
@@ -75,6 +78,8 @@ _POSITIVE = (
     *("vocab_size", "hidden_size", "intermediate_size", "dense_intermediate_size", "shared_intermediate_size"),
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
+_ONLY: dict[str, Any] = {"use_sparse_attention": True, "sparse_score_type": "max", "sparse_init_block": 0}
+"""Which `transformers` does not read, and vLLM goes by."""
 _KEPT = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "swiglu_alpha", "swiglu_limit", "rope_theta"),
@@ -177,6 +182,9 @@ def _choosing(own: _RawM3) -> list[bool]:
 def _index(own: _RawM3, rotated: int) -> BlockIndexConfig:
     """`rotated`: elements of a head."""
     given = own.sparse_attention_config
+    for key, only in _ONLY.items():
+        if getattr(given, key) != only:
+            raise ModelError(f"sparse_attention_config: {key} {getattr(given, key)!r} is not supported; {only!r} is")
     index = BlockIndexConfig(
         heads=_or(given.sparse_num_index_heads, own.index_n_heads),
         dim=_or(given.sparse_index_dim, own.index_head_dim),

@@ -120,8 +120,8 @@ def _with_softmax(config: ModelConfig) -> ModelConfig:
     return replace(config, mixture=mixture)
 
 
-def _rotation(said: Mapping[str, Any], defaults: dict[str, Any]) -> tuple[dict[str, Any], PositionSteps]:
-    """The keys of a rotation, and by what queries grow, which is said beside it."""
+def _rotation(said: Mapping[str, Any], defaults: dict[str, Any]) -> tuple[dict[str, Any], PositionSteps | None]:
+    """The keys of a rotation, and by what queries grow, which is said beside it; None: they do not (Devstral 2)."""
     rope = said.get("rope_parameters") or said.get("rope_scaling") or defaults
     if not isinstance(rope, dict):
         raise ModelError(f"rope_scaling {rope!r} is not supported; an object of a rotation's parameters is")
@@ -133,4 +133,4 @@ def _rotation(said: Mapping[str, Any], defaults: dict[str, Any]) -> tuple[dict[s
             "positive one are"
         )
     alone = {key: value for key, value in rope.items() if key not in _OF_QUERIES}
-    return {"rope_parameters": alone, "rope_scaling": None}, PositionSteps(beta, every)
+    return {"rope_parameters": alone, "rope_scaling": None}, PositionSteps(beta, every) if beta else None

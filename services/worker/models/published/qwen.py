@@ -11,7 +11,14 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.worker.models.config import BlockIndexConfig, GramConfig, HyperConnections, ModelConfig, ModelError
+from services.worker.models.config import (
+    BlockIndexConfig,
+    DeltaConfig,
+    GramConfig,
+    HyperConnections,
+    ModelConfig,
+    ModelError,
+)
 from services.worker.models.hf_layers.delta import QWEN4 as QWEN4
 from services.worker.models.published.layout import Published
 
@@ -84,6 +91,8 @@ _POSITIVE = (
     *("hc_lowrank", "ple_conv_kernel_size", "ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by"),
     *("split_ngram_parts", "heads_per_ngram", "moe_intermediate_size", "shared_expert_intermediate_size"),
 )
+_GATES = ("sigmoid", "silu", "swish")
+"""What gates a delta net's output; published files have the first one, vLLM's name of the second is the third."""
 _ROTATED = 0.25
 """Share of a head that is rotated where the config does not say."""
 _EXACT_TOKENS = 1 << 24
@@ -106,13 +115,16 @@ def _refuse(own: _RawQwen4) -> None:
     for key in _POSITIVE:
         if getattr(own, key) < 1:
             raise ModelError(f"{key} {getattr(own, key)} is not positive")
-    gate = own.output_gate_type or own.hidden_act
-    if gate not in ("silu", "swish"):
-        raise ModelError(f"output_gate_type {gate!r} is not supported; supported: silu")
+    if _gate(own) not in _GATES:
+        raise ModelError(f"output_gate_type {_gate(own)!r} is not supported; supported: {', '.join(_GATES)}")
     if own.hc_count < 2:
         raise ModelError(f"hc_count {own.hc_count} is not above 1")
     if not own.norm_topk_prob:
         raise ModelError("norm_topk_prob False is not supported; True is")
+
+
+def _gate(own: _RawQwen4) -> str:
+    return own.output_gate_type or own.hidden_act
 
 
 def _kinds(own: _RawQwen4) -> list[str]:
@@ -191,9 +203,13 @@ def _revised(own: _RawQwen4, index: BlockIndexConfig | None, with_grams: list[in
         replace(layer, grams=with_grams.index(number) if number in with_grams else None, chooses=not layer.has_state)
         for number, layer in enumerate(config.layers)
     )
+    states = config.states
+    if isinstance(states, DeltaConfig):
+        states = replace(states, sigmoid_gated=_gate(own) == "sigmoid")
     return replace(
         config,
         layers=layers,
+        states=states,
         connections=HyperConnections(own.hc_count, 0, 0.0, mixes=False, rank=own.hc_lowrank),
         grams=grams if with_grams else None,
         block_index=index,

@@ -110,6 +110,7 @@ class DeltaLoader(NamedTuple):
             eps=self.config.norm_eps if delta.norm_eps is None else delta.norm_eps,
             most_written=float(delta.most_written),
             lower_bound=delta.lower_bound,
+            sigmoid_gated=delta.sigmoid_gated,
         )
 
     def _convolution(self) -> Tensor:

@@ -7,7 +7,18 @@ from torch import Tensor
 
 from services.worker.distributed.communicator import Communicator
 from services.worker.models.weights import LayerWeights, LowRankGates, SelectiveWeights
-from services.worker.ops.interface import BatchMeta, Ops, SelectiveSpace, StateCache, StateMixer, StateSpace
+from services.worker.ops.interface import (
+    BatchMeta,
+    DeltaNet,
+    Ops,
+    SelectiveSpace,
+    StateCache,
+    StateMixer,
+    StateSpace,
+)
+
+_OPEN_GATE = 64.0
+"""Of which SiLU makes the number itself: what goes through it is multiplied with that, and no digit is another one."""
 
 
 class StateMixing:
@@ -32,6 +43,8 @@ class StateMixing:
             projected = torch.cat((projected, self._ops.linear(x, layer.steps)), dim=1)
         if layer.gates is not None:
             projected = self._with_gates(projected, layer.gates, mixer.conv_weight.shape[1])
+        if isinstance(mixer, DeltaNet) and mixer.sigmoid_gated:
+            return self._gated_by_sigmoid(mixer, projected, meta, states)
         mixed = self.mix(projected, mixer, states, meta)
         if layer.split_norm is not None:
             assert isinstance(mixer, StateSpace)
@@ -39,6 +52,12 @@ class StateMixing:
             normed = self._ops.rms_norm if alone else self._normed_over_ranks
             mixed = normed(mixed, layer.split_norm, mixer.eps)
         return mixed if layer.gate is None else self._ops.sigmoid_gated(mixed, self._ops.linear(x, layer.gate))
+
+    def _gated_by_sigmoid(self, net: DeltaNet, projected: Tensor, meta: BatchMeta, cache: StateCache) -> Tensor:
+        """Behind the mixer, whose own gates are open."""
+        gates, rest = projected[:, : net.gates], projected[:, net.gates :]
+        opened = torch.cat((torch.full_like(gates, _OPEN_GATE), rest), dim=1)
+        return self._ops.sigmoid_gated(self.mix(opened, net, cache, meta) / _OPEN_GATE, gates)
 
     def _selected(
         self, space: SelectiveSpace, weights: SelectiveWeights, projected: Tensor, meta: BatchMeta, cache: StateCache

@@ -63,6 +63,9 @@ class DeltaNet(NamedTuple):
     lower_bound: float | None = None
     """Of a net whose elements have time steps: the logarithm of what is left of one at the least, negative. A sigmoid
     is multiplied with it then, in the softplus's place (Ling 3). None: there is no bound."""
+    sigmoid_gated: bool = False
+    """A sigmoid gates what the net gives where heads have one time step each, too (Qwen4), which whoever asks for
+    `StateOps.mix` sees to: that gates by a SiLU there."""
 
     @property
     def gates(self) -> int:

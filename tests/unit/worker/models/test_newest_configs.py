@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from transformers import Glm5NextTextConfig, Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
@@ -42,6 +43,9 @@ M3: dict[str, Any] = {
         "sparse_block_size": 128,
         "sparse_topk_blocks": 16,
         "sparse_local_block": 2,
+        "sparse_init_block": 0,
+        "sparse_score_type": "max",
+        "use_sparse_attention": True,
     },
 }
 """With the keys of published files; sizes are the defaults."""
@@ -164,6 +168,11 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
             {"sparse_attention_config": {"sparse_attention_freq": [1] * 60, "sparse_topk_blocks": 0}},
             "index_topk_blocks 0 of index_block_size 128 have to be two tokens and more",
         ),
+        (
+            M3,
+            {"sparse_attention_config": {"sparse_attention_freq": [1] * 60, "sparse_init_block": 1}},
+            "sparse_attention_config: sparse_init_block 1 is not supported; 0 is",
+        ),
         (M3, {"shared_intermediate_size": 0}, "shared_intermediate_size 0 is not positive"),
         (HY4, {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; 10.0 is"),
         (HY4, {"hc_mult": 0}, "hc_mult 0 is not positive"),
@@ -202,7 +211,11 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
             "layer_types 'sliding_attention' is not supported; supported: linear_attention, indexed_attention, "
             "deepseek_sparse_attention, full_attention",
         ),
-        (QWEN4, {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported; supported: silu"),
+        (
+            QWEN4,
+            {"output_gate_type": "gelu"},
+            "output_gate_type 'gelu' is not supported; supported: sigmoid, silu, swish",
+        ),
         (QWEN4, {"hc_count": 1}, "hc_count 1 is not above 1"),
         (QWEN4, {"hc_lowrank": 0}, "hc_lowrank 0 is not positive"),
         (QWEN4, {"norm_topk_prob": False}, "norm_topk_prob False is not supported; True is"),
@@ -298,6 +311,8 @@ def test_ministral_is_a_mistral_whose_queries_grow(tmp_path: Path) -> None:
     config = read(tmp_path, {"architectures": ["Ministral3ForCausalLM"]})
     assert is_native(tmp_path)
     assert config.query_steps == PositionSteps(beta=0.1, length=16_384)
+    devstral = {**GROWING, "rope_type": "yarn", "rope_theta": 1e6, "factor": 64.0, "llama_4_scaling_beta": 0}
+    assert read(tmp_path, {"architectures": ["Ministral3ForCausalLM"]}, rope_parameters=devstral).query_steps is None
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.attention_scale) == (32, 8, 128, 128**-0.5)
     assert (config.max_positions, config.vocab_size, config.qkv_bias) == (262_144, 131_072, False)
     assert {layer.window for layer in config.layers} == {None}
@@ -364,6 +379,10 @@ def test_qwen4_is_a_qwen3_5_in_gated_streams_with_n_grams(tmp_path: Path) -> Non
     config = read(tmp_path, QWEN4)
     assert is_native(tmp_path)
     assert config.connections == HyperConnections(4, 0, 0.0, mixes=False, rank=320)
+    assert isinstance(config.states, DeltaConfig)
+    assert not config.states.sigmoid_gated
+    gated = read(tmp_path, QWEN4, output_gate_type="sigmoid").states
+    assert gated == replace(config.states, sigmoid_gated=True)
     assert config.grams == GramConfig(
         size=3, heads=8, dim=2048, kernel=4, base=20_000_000, divisor=128, seed=1234, shards=512, end=248_044
     )
