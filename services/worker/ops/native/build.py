@@ -15,12 +15,13 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, get_args
@@ -53,6 +54,7 @@ _FLAGS = (
 )
 _HEADERS = ("algorithm", "cmath", "cstdint", "cstring", "limits", "vector")
 """What most sources include, beside lanes.h. It is read once for all: that takes as long as compiling a small one."""
+_INCLUDED = re.compile(r'^#include "([\w.]+)"', re.MULTILINE)
 _TILE_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 """No compiler makes such instructions of its own accord: a library that has them runs on any machine of its level."""
 _LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
@@ -74,6 +76,10 @@ _ZIG_LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
 _X86_LEVELS: tuple[Level, ...] = ("amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2", "portable")
 _LIBRARIES: dict[Level, Level] = {"amx": "avx512-bf16"}
 """Levels whose kernels are in another one's library: what is multiplied in tiles is marked so, matrix by matrix."""
+_FEWER: dict[Level, tuple[Level, str]] = {"avx512-vnni": ("avx512", "defined(BATON_VNNI)")}
+"""A level, one that it adds instructions to, and what asks for these: sources that do not compile to the same bits."""
+Objects = MutableMapping[tuple[str, Level, str], bytes]
+"""What was compiled before, by compiler, level and name of the source."""
 _AVX512 = frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
 _AVX512_BF16 = _AVX512 | {"avx512_vnni", "avx512_bf16"}
 _NEEDED: tuple[tuple[Level, frozenset[str]], ...] = (
@@ -106,17 +112,17 @@ def runnable_levels() -> tuple[Level, ...]:
     return _X86_LEVELS[_X86_LEVELS.index(best) :]
 
 
-def library_path(level: Level) -> Path:
+def library_path(level: Level, kept: Objects | None = None) -> Path:
     """Where the library for `level` lies: compiles it if it is not there, or waits for another process that does.
 
-    Raises BuildError.
+    What is in `kept` is not compiled again, and what is compiled is put there. Raises BuildError.
     """
     level = _LIBRARIES.get(level, level)
     target = _cache_folder() / f"kernels-{level}-{_key(level)}.so"
     if not target.exists():
         with _alone(target.parent):
             if not target.exists():
-                _compile(level, target)
+                _compile(level, target, {} if kept is None else kept)
     return target
 
 
@@ -195,7 +201,7 @@ def _compilers(level: Level) -> list[list[str]]:
     return commands
 
 
-def _compile(level: Level, target: Path) -> None:
+def _compile(level: Level, target: Path, kept: Objects) -> None:
     commands = _compilers(level)
     if not commands:
         raise BuildError(
@@ -204,30 +210,57 @@ def _compile(level: Level, target: Path) -> None:
         )
     failures = []
     for command in commands:
-        failure = _compile_with(command, target)
+        failure = _compile_with(command, target, level, kept)
         if failure is None:
             return
         failures.append(failure)
     raise BuildError("; ".join(failures))
 
 
-def _compile_with(command: Sequence[str], target: Path) -> str | None:
+def _compile_with(command: Sequence[str], target: Path, level: Level, kept: Objects) -> str | None:
     """Why it failed, or None. Each source by itself, as many at a time as there are cores, the longest first, so that
     none is left alone at the end; then they are linked."""
     until = time.monotonic() + COMPILE_SECONDS
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as folder:
         objects = {source: Path(folder) / f"{source.stem}.o" for source in _longest_first()}
         output = Path(folder) / target.name
+        missing = {
+            source: made for source, made in objects.items() if not _written(made, source, command[0], level, kept)
+        }
         begun = [*command, *_precompiled(command, Path(folder), until)]
         with ThreadPoolExecutor(os.cpu_count()) as cores:
-            calls = [[*begun, "-c", "-o", str(made), str(source)] for source, made in objects.items()]
+            calls = [[*begun, "-c", "-o", str(made), str(source)] for source, made in missing.items()]
             failures = list(cores.map(lambda call: _failure(call, until), calls))
         failure = next(filter(None, failures), None)
         if failure is None:
             failure = _failure([*command, "-shared", "-o", str(output), *map(str, objects.values())], until)
         if failure is None:
+            kept.update({(command[0], level, source.name): made.read_bytes() for source, made in objects.items()})
             output.replace(target)
     return failure
+
+
+def _written(made: Path, source: Path, compiler: str, level: Level, kept: Objects) -> bool:
+    """Whether `made` is there now, as it was compiled for a level with fewer instructions, none of which it misses."""
+    if level not in _FEWER:
+        return False
+    fewer, asked = _FEWER[level]
+    found = kept.get((compiler, fewer, source.name))
+    if found is None or any(asked in path.read_text() for path in _included(source)):
+        return False
+    made.write_bytes(found)
+    return True
+
+
+def _included(source: Path) -> set[Path]:
+    """It and what it includes of ours, and so on."""
+    found = {source}
+    waiting = [source]
+    while waiting:
+        new = {_SOURCES / name for name in _INCLUDED.findall(waiting.pop().read_text())} - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _precompiled(command: Sequence[str], folder: Path, until: float) -> tuple[str, ...]:
@@ -275,11 +308,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--level", choices=get_args(Level), help="one level, whatever this machine has")
     options = parser.parse_args(arguments)
     arm = best_level() == "neon"
-    every: tuple[Level, ...] = ("neon",) if arm else tuple(level for level in _X86_LEVELS if level not in _LIBRARIES)
-    levels = every if options.all else (options.level or best_level(),)
+    every: list[Level] = ["neon"] if arm else [level for level in _X86_LEVELS if level not in _LIBRARIES]
+    every.sort(key=lambda level: level in _FEWER)  # behind what they take over
+    levels = every if options.all else [options.level or best_level()]
+    kept: Objects = {}
     try:
         for level in levels:
-            print(f"{level}: {library_path(level)}")
+            print(f"{level}: {library_path(level, kept)}")
     except BuildError as error:
         print(f"the native kernels could not be built, the worker will use PyTorch's: {error}", file=sys.stderr)
         return 1

@@ -1,5 +1,6 @@
 // Rows of a table of codes that is packed for products: an output of a group, all of its inputs.
 #include "codes.h"
+#include "quad.h"
 #include "rows.h"
 
 namespace {

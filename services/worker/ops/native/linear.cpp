@@ -10,6 +10,7 @@
 #include "codes.h"
 #include "paired_segments.h"
 #include "pairs.h"
+#include "quad.h"
 #include "row_copies.h"
 #include "segments.h"
 #include "sums.h"

@@ -5,6 +5,7 @@
 #include "activation.h"
 #include "digits.h"
 #include "linear.h"
+#include "quad.h"
 #include "tile.h"
 
 namespace {

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,32 @@ def test_processes_that_need_a_library_at_once_compile_it_once(tmp_path: Path) -
     assert Path(paths.pop()).exists()
     sources = len(list(Path(build.__file__).parent.glob("*.cpp")))
     assert (tmp_path / "calls").read_text().count("called") == sources + 1  # and the linker's
+
+
+def test_all_levels_share_what_a_level_adds_nothing_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sources that ask for VNNI, or include what does, are compiled with it; the others once for both levels."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n{COMPILER.format(calls=os.devnull)}')
+    compiler.chmod(0o700)
+    files = {
+        "shares.cpp": '#include "lanes.h"\n',
+        "asks.cpp": "#if defined(BATON_VNNI)\n",
+        "includes.cpp": '#include "lanes.h"\n#include "between.h"\n',
+        "between.h": '#include "quad.h"\n',
+        "quad.h": "#if defined(BATON_VNNI)\n",
+        "lanes.h": "#define BATON_VNNI 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "_SOURCES", tmp_path)
+    monkeypatch.setattr(build, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(build, "best_level", lambda: "portable")
+    assert build.main(["--all"]) == 0
+    calls = [call.split() for call in (tmp_path / "calls").read_text().splitlines()]
+    compiled = Counter(("-mavx512vnni" in call, Path(call[-1]).name) for call in calls if call[-1].endswith(".cpp"))
+    others = {(False, name): 3 for name in ("asks.cpp", "includes.cpp", "shares.cpp")}
+    assert compiled == others | {(True, "asks.cpp"): 2, (True, "includes.cpp"): 2, (True, "shares.cpp"): 1}
 
 
 def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
