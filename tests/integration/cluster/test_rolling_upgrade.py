@@ -28,6 +28,8 @@ MODEL = REPOSITORY / "deploy/demo/model"
 TOKENS = 60
 DTYPE = "--dtype=float32"
 """What 0.2.0 chose for small models; later releases take the checkpoint's."""
+OPS = "--ops=torch"
+"""Kernels of 0.2.0 would be compiled for this alone, and others add in another order."""
 
 
 def commit_of(version: str) -> str:
@@ -81,6 +83,7 @@ class Processes:
             "--device=cpu",
             "--threads=1",
             DTYPE,
+            OPS,
         )
         self.start(release, "worker", f"{name}-rank0", *flags)
 
