@@ -20,7 +20,7 @@ from services.worker.models.expert_parallel.rearrangement import ExpertRearrange
 from services.worker.models.latent.attention import LatentAttention
 from services.worker.models.native_decoder import NativeDecoder, native_decoder
 from services.worker.models.residual.stream import FeatureTaps, ResidualStream
-from services.worker.models.rope import rotations
+from services.worker.models.rope import query_scales, rotations
 from services.worker.models.sharding import LayerShard
 from services.worker.models.shared_blocks.blocks import block_output, with_low_rank
 from services.worker.models.states.checkpoint_pages import CheckpointPages, checkpoint_pages
@@ -58,6 +58,10 @@ class Decoder:
         self._communicator = communicator
         self._pipeline = pipeline or SingleStage()
         self._embedding_scale = _round_scale(config.embedding_scale, weights)
+        self._growth: Tensor | None = None
+        """By `ModelConfig.query_steps`: of as many positions as are rotated."""
+        if (steps := config.query_steps) is not None:
+            self._growth = query_scales(steps.beta, steps.length, weights.layers[0].cos_sin)
         self._groups: LayerGroups | None = None
         self._taps: tuple[int, ...] = ()
         self.rearranger: ExpertRearranger | None = None
@@ -385,9 +389,9 @@ class Decoder:
 
     def _grown(self, queries: Tensor, meta: BatchMeta) -> Tensor:
         """queries [n, H, D] by their positions; see `ModelConfig.query_steps`."""
-        if (steps := self._config.query_steps) is None:
+        if (steps := self._config.query_steps) is None or self._growth is None:
             return queries
-        scale = 1 + steps.beta * torch.log1p(torch.floor(meta.positions / steps.length))
+        scale = self._growth.index_select(0, meta.positions // steps.length)
         return queries * scale[:, None, None].to(queries.dtype)
 
     def _inputs(self, layer: LayerWeights, x: Tensor) -> Tensor:

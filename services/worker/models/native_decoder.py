@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from services.worker.models.config import ModelConfig, ResidualScales
+from services.worker.models.rope import query_scales
 from services.worker.models.weights import (
     DecoderWeights,
     DenseMlp,
@@ -290,7 +291,16 @@ class NativeDecoder:
             residual_normed=config.residual_normed,
             logits_divisor=1.0 if config.logits_divisor is None else config.logits_divisor,
             embedding=address_of(self._embedding),
+            growth=self._growth_struct(config),
         )
+
+    def _growth_struct(self, config: ModelConfig) -> library.QueryGrowth:
+        if (steps := config.query_steps) is None:
+            return library.QueryGrowth()
+        # What they are multiplied by is of their kind, which are floats where attention is latent.
+        scales = query_scales(steps.beta, steps.length, self._weights.layers[0].cos_sin)
+        self._growth = scales if config.latent is not None else scales.to(self._ops.dtype).float()
+        return library.QueryGrowth(scales=self._growth.data_ptr(), length=steps.length)
 
 
 def native_decoder(
@@ -298,7 +308,7 @@ def native_decoder(
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for a share of the experts,
     attention and mixers that the library does not know, sparse attention, gates of elements of latent attention,
-    drafters' layers with that, queries that grow with the position, post norms among multipliers, layers that norm what
+    drafters' layers with that, post norms among multipliers, layers that norm what
     they give alone, layer norms, shared blocks, rows that skip layers or go through them again.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
@@ -307,8 +317,6 @@ def native_decoder(
     if config.latent is not None and (eagle is not None or config.latent.rope_dim > MAX_HEAD_DIM):
         return None
     if config.latent is not None and (config.latent.index is not None or config.latent.gates == "elements"):
-        return None
-    if config.query_steps is not None:
         return None
     if any(layer.mixer is not None and described_mixer(layer.mixer) is None for layer in weights.layers):
         return None

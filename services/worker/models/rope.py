@@ -103,6 +103,13 @@ def rotations(table: Tensor, axes: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((cosines, sines)).T.contiguous()
 
 
+def query_scales(beta: float, length: int, table: Tensor) -> Tensor:
+    """float32, of which number p // length is what queries at position p are multiplied by, 1 + beta · ln(1 + p //
+    length); for as many positions as the rotation's `table` has, and where that is. Not computed by rows, as a
+    logarithm of many numbers is not always that of each alone."""
+    return torch.tensor([1 + beta * math.log1p(step) for step in range(-(-len(table) // length))], device=table.device)
+
+
 def partly_rotated(head_dim: int, rotated: int, *, pairs: bool = False) -> Tensor:
     """[head_dim] in which order a head's elements are to lie where the first `rotated` are rotated, i together with
     i + rotated / 2, or neighbours as `pairs`, and operations rotate whole heads, i together with i + head_dim / 2."""

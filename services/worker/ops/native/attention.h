@@ -66,6 +66,14 @@ struct Batch {
     int last_seen(int row) const { return lasts ? lasts[row] : positions[row]; }
 };
 
+// What queries are multiplied by, once they are rotated, at a position: `scales[position / length]`, of their kind.
+struct QueryGrowth {
+    const float* scales = nullptr;  // null: they are left as they are
+    int length = 1;
+
+    float at(int position) const { return scales ? scales[position / length] : 1.0f; }
+};
+
 struct RopeAndStore {
     const float* qkv;  // [rows, (heads + 2 * kv_heads) * head_dim]
     int64_t qkv_stride;
@@ -76,6 +84,7 @@ struct RopeAndStore {
     float eps;
     void* queries;  // [rows, heads * head_dim] in the caches' kind
     int64_t query_stride;
+    QueryGrowth growth = {};
 };
 
 // Norms and rotates queries and keys, writes keys and values to the rows' slots; then makes the batch's copies.

@@ -132,7 +132,7 @@ void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int i
     Cache cache{config_.number, forward.keys[index], forward.values[index], config_.kv_heads, config_.head_dim, config_.page_bits, config_.cache_code};
     rope_and_store(pool_,
                    {qkv, qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
-                    queries_.data(), queries_.stride},
+                    queries_.data(), queries_.stride, config_.growth},
                    forward.of_layer(index), cache);
     if (index == end_ && forward.logits == 0 && !forward.ends_every_row(config_.layers)) return;
     mixed_.fit(rows, width, size_), mixed_number_ = config_.number;
@@ -166,7 +166,7 @@ void Decoder::attend_latents(const DecoderLayer& layer, const Forward& forward, 
     float* queries = latent_queries_.data();
     LatentCache cache{config_.number, forward.keys[index], forward.values[index], rank, latent.rope_dim, 0, config_.page_bits};
     const Batch& batch = forward.of_layer(index);
-    store_latents(pool_, {latents_.data(), queries, heads, dim, layer.cos_sin, latent.kv_norm, latent.eps}, batch, cache);
+    store_latents(pool_, {latents_.data(), queries, heads, dim, layer.cos_sin, latent.kv_norm, latent.eps, config_.growth}, batch, cache);
     if (index + 1 == config_.layers && forward.logits == 0 && !forward.ends_every_row(config_.layers)) return;
     absorbed_.resize(size_t(rows) * heads * cached);
     attended_.resize(size_t(rows) * heads * rank);

@@ -138,6 +138,7 @@ struct DecoderConfig {
     const float* embedding_norm;
     const float* given_norm;
     int norms_residual;  // 1: the residual is the normed row
+    QueryGrowth growth;  // scales of the weights' kind, or floats where attention is latent
     int words;           // of the head; `vocab` are the embedding's
     const int* tokens;   // [words]: the token that each word is; null: they are the same
 };

@@ -28,6 +28,7 @@ struct StoreLatents {
     const float* cos_sin;  // [positions, rope_dim]
     const float* norm;     // [rank]
     float eps;
+    QueryGrowth growth = {};
 };
 
 // Norms latents, rotates what follows them, and the last rope_dim elements of an indexer's keys, and writes all to the rows' slots.

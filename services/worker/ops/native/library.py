@@ -16,9 +16,10 @@ from services.worker.ops.native.mixer_structures import NativeLatentAttention as
 from services.worker.ops.native.mixer_structures import NativeLatentCache as NativeLatentCache
 from services.worker.ops.native.mixer_structures import NativeStateCache as NativeStateCache
 from services.worker.ops.native.mixer_structures import NativeStateMixer as NativeStateMixer
+from services.worker.ops.native.mixer_structures import QueryGrowth as QueryGrowth
 from services.worker.ops.native.mixer_structures import StoreLatents as StoreLatents
 
-VERSION = 36
+VERSION = 37
 """Version of the native interface; `baton_version` in api.cpp must be the same."""
 
 SINGLE, HALF = 0, 1
@@ -206,6 +207,7 @@ class RopeAndStore(Structure):
         ("eps", c_float),
         ("queries", c_void_p),
         ("query_stride", c_int64),
+        ("growth", QueryGrowth),
     )
 
 
@@ -350,6 +352,7 @@ class DecoderConfig(Structure):
         ("embedding_norm", c_void_p),
         ("given_norm", c_void_p),
         ("norms_residual", c_int),
+        ("growth", QueryGrowth),
         ("words", c_int),
         ("tokens", c_void_p),
     )

@@ -19,6 +19,12 @@ class NativeLatentCache(Structure):
     )
 
 
+class QueryGrowth(Structure):
+    """`QueryGrowth` of attention.h: what queries are multiplied by at a position; null: nothing."""
+
+    _fields_ = (("scales", c_void_p), ("length", c_int))
+
+
 class StoreLatents(Structure):
     """`StoreLatents` of latent.h: the arguments of `LatentOps.rope_and_store`."""
 
@@ -30,6 +36,7 @@ class StoreLatents(Structure):
         ("cos_sin", c_void_p),
         ("norm", c_void_p),
         ("eps", c_float),
+        ("growth", QueryGrowth),
     )
 
 

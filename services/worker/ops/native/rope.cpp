@@ -68,6 +68,12 @@ void prepare(Item* to, const float* from, const float* norm, float eps, const fl
     narrow(to, x, dim);
 }
 
+// A row's queries by its position.
+template <class Item> void grow(Item* queries, int count, float scale) {
+    if (scale == 1) return;
+    for (int i = 0; i < count; i += kLanes) store_some(queries + i, load_some(queries + i, count - i) * all(scale), count - i);
+}
+
 template <class Item> void store_key(Item* page, int offset, const Item* key, int dim) {
     constexpr int kItems = 4 / int(sizeof(Item));
     for (int d = 0; d < dim; d += kItems) memcpy(page + d * kPageTokens + offset * kItems, key + d, 4);
@@ -111,6 +117,7 @@ template <class Item, class Cached> void store_row(const RopeAndStore& what, con
                                            : what.cos_sin + int64_t(batch.positions[row]) * dim;
     Item* query = (Item*)what.queries + row * what.query_stride;
     for (int h = 0; h < what.heads; ++h) prepare(query + h * dim, from + h * dim, what.q_norm, what.eps, cos_sin, dim);
+    grow(query, what.heads * dim, what.growth.at(batch.positions[row]));
     int slot = batch.slots[row], page = slot / kPageTokens, block = page >> cache.page_bits;
     bool followed = row + 1 < batch.rows && batch.slots[row + 1] == slot + 1;
     alignas(64) Cached item[kMostDim + kScaleItems];
@@ -159,6 +166,8 @@ template <class Item> void store_latent(const StoreLatents& what, const Batch& b
         float* query = what.queries + (int64_t(row) * what.heads + h + 1) * what.query_dim - rope;
         rotate(query, query, cos_sin, rope);
     }
+    int queries = what.heads * what.query_dim;
+    grow(what.queries + int64_t(row) * queries, queries, what.growth.at(batch.positions[row]));
     const float* from = what.latents + int64_t(row) * (rank + cache.beside());
     Item* latent = (Item*)cache.latents + int64_t(batch.slots[row]) * rank;
     float scale = 1.0f / std::sqrt(sum_of_squares(from, rank) / float(rank) + what.eps);

@@ -21,6 +21,7 @@ from services.worker.models.config import (
     ModelConfig,
     ModelError,
     Multipliers,
+    PositionSteps,
     ResidualScales,
     SelectiveConfig,
 )
@@ -58,6 +59,8 @@ LLAMA = ModelConfig(
     tied_embeddings=False,
     eos_token_ids=(),
 )
+GROWING = structs.replace(LLAMA, query_steps=PositionSteps(beta=0.3, length=24))
+"""As Ministral 3's."""
 GEMMA = structs.replace(
     LLAMA,
     intermediate_size=80,
@@ -205,8 +208,8 @@ LITE = structs.replace(
 )
 """As DeepSeek-V2-Lite's, of sizes that fill no lanes."""
 assert LITE.latent is not None
-LATENTS = (LITE, structs.replace(LITE, latent=structs.replace(LITE.latent, q_rank=24)))
-"""The second as DeepSeek-V3's, whose queries are made of a latent, too."""
+LATENTS = (LITE, structs.replace(LITE, latent=structs.replace(LITE.latent, q_rank=24), query_steps=GROWING.query_steps))
+"""The second as Mistral Small 4's, whose queries are made of a latent, too, and grow with the position."""
 
 
 class Steps:
@@ -291,6 +294,8 @@ LENGTHS = [32, 7, 101, 8]
         (LLAMA, torch.float32, None),
         (LLAMA, torch.bfloat16, None),
         (LLAMA, torch.float16, None),
+        (GROWING, torch.float32, None),
+        (GROWING, torch.bfloat16, None),
         (structs.replace(GEMMA, logits_softcap=None), torch.float32, None),
         (LLAMA, torch.float32, torch.float8_e4m3fn),
         (LLAMA, torch.bfloat16, torch.float8_e4m3fn),
@@ -362,7 +367,7 @@ def test_with_post_norms_in_bf16_both_ways_are_near_float32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [LLAMA, GEMMA, *MIXTURES, *WITH_STATES, *LATENTS, KIMI, LING])
+@pytest.mark.parametrize("config", [LLAMA, GROWING, GEMMA, *MIXTURES, *WITH_STATES, *LATENTS, KIMI, LING])
 def test_a_stream_alone_and_in_a_batch_has_the_same_logits_bit_for_bit(config: ModelConfig, dtype: torch.dtype) -> None:
     together = Steps(config, dtype, LENGTHS, fused=True)
     batches = [dict(zip(counts, together.run(counts), strict=True)) for counts in STEPS]
