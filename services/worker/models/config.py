@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -24,7 +25,7 @@ from services.worker.models.hf_layers.mixture import Mixture as Mixture
 from services.worker.models.hf_layers.selective import SelectiveConfig as SelectiveConfig
 from services.worker.models.hf_layers.shared import SharedBlocks as SharedBlocks
 from services.worker.models.rope import Rope
-from services.worker.ops.activation import ActivationName
+from services.worker.ops.activation import Activation, ActivationName, LimitedActivation, limit_of
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -90,6 +91,13 @@ class ModelDescription(Protocol):
     @property
     def parameters(self) -> int:
         """Its weights."""
+
+
+def limited_activation(name: ActivationName, limit: float) -> Activation:
+    """The activation with the `swiglu_limit` of a `config.json`. Raises ModelError where that is none."""
+    if not 0 < limit < math.inf:
+        raise ModelError(f"swiglu_limit {limit} is not supported; positive numbers are")
+    return name if limit_of(name).limit == limit else LimitedActivation(name, limit)
 
 
 class PositionSteps(Struct, frozen=True):
@@ -202,7 +210,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     layers: tuple[LayerConfig, ...]
     max_positions: int
     norm_eps: float
-    activation: ActivationName
+    activation: Activation
     attention_scale: float
     attention_softcap: float | None
     logits_softcap: float | None

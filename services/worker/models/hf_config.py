@@ -15,7 +15,14 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from services.worker.models.compressed.reading import COMPRESSED_READERS
-from services.worker.models.config import LayerConfig, ModelConfig, ModelError, dtype_named, plain_json
+from services.worker.models.config import (
+    LayerConfig,
+    ModelConfig,
+    ModelError,
+    dtype_named,
+    limited_activation,
+    plain_json,
+)
 from services.worker.models.hf_layers.latent import LATENT_ARCHITECTURES, LatentConfig, RawLatent, read_latent
 from services.worker.models.hf_layers.limits import refuse_impossible
 from services.worker.models.hf_layers.llava import language_model
@@ -27,7 +34,7 @@ from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
 from services.worker.models.published.configs import PUBLISHED, published_config
 from services.worker.models.states.reading.readers import STATE_READERS
 from services.worker.models.weight_files import has_head_tensor
-from services.worker.ops.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, ActivationName
+from services.worker.ops.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, ActivationName
 from shared.models.image_models import IMAGE_ARCHITECTURES, TEXT_ALONE
 
 _T = TypeVar("_T")
@@ -398,9 +405,8 @@ def _refuse_unsupported(raw: _RawConfig) -> None:
         raise ModelError("use_bidirectional_attention true is not supported: only causal attention is")
     if raw.mlp_bias and raw.architectures[0] == "DeepseekV2ForCausalLM":
         raise ModelError("mlp_bias true is not supported for DeepseekV2ForCausalLM")
-    for key, known in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
-        if getattr(raw, key) != known:
-            raise ModelError(f"{key} {getattr(raw, key)} is not supported; {known} is")
+    if raw.swiglu_alpha != SWIGLU_ALPHA:
+        raise ModelError(f"swiglu_alpha {raw.swiglu_alpha} is not supported; {SWIGLU_ALPHA} is")
     for key in _POSITIVE:
         value = getattr(raw, key)
         if value is not None and value < 1:
@@ -415,12 +421,14 @@ def _default_head_dim(raw: _RawConfig, family: _Family) -> int:
     return raw.hidden_size // raw.num_attention_heads
 
 
-def _activation(raw: _RawConfig, family: _Family) -> ActivationName:
+def _activation(raw: _RawConfig, family: _Family) -> Activation:
     name = (raw.hidden_activation or "gelu_pytorch_tanh") if family.gemma else raw.hidden_act
     if name not in _ACTIVATIONS:
         raise ModelError(f"hidden_act {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
     if family.activation is not None:
-        return family.activation
+        return limited_activation(family.activation, raw.swiglu_limit)
+    if raw.swiglu_limit != SWIGLU_LIMIT:
+        raise ModelError(f"swiglu_limit {raw.swiglu_limit} is not supported for {raw.architectures[0]}")
     return _ACTIVATIONS[name]
 
 

@@ -427,7 +427,7 @@ class _Loader:
             routing=self._routing(None if hashed else name, mixture),
             shared=None if mixture.shared_size is None else self._shared_expert(name, mixture, limits.shared),
             counts=empty_counts(mixture.experts, self._device) if self._counts_picks else None,
-            activation="silu_limited" if mixture.limited else swiglustep(limits.routed),
+            activation=mixture.activation or swiglustep(limits.routed),
             by_token=read_experts_of_tokens(self._matrices, name, self._config.vocab_size, mixture) if hashed else None,
         )
 

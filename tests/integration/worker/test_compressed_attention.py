@@ -73,7 +73,7 @@ def test_logits_are_the_reference_s(model: TinyModel, recorded: list[Tensor], op
         ({"layer_types": [HEAVY] * 4, "mlp_layer_types": ["hash_moe"] * 4}, 64),
         ({"layer_types": [SPARSE] * 4, "index_topk": 64}, 32),
         ({"layer_types": [SPARSE, HEAVY] * 2, "scoring_func": "sigmoid"}, 32),
-        ({"hc_mult": 2, "hc_sinkhorn_iters": 3}, 16),
+        ({"hc_mult": 2, "hc_sinkhorn_iters": 3, "swiglu_limit": 0.1}, 16),
         ({"rope_parameters": None, "initializer_range": 0.6}, 16),
     ],
     ids=["windows", "heavily compressed", "all entries", "no windows alone", "two streams", "limited activations"],

@@ -64,8 +64,16 @@ def agrees(model: TinyModel, recorded: list[Tensor], **settings: Any) -> None:
         ("deepseek-v3.2", {"index_head_dim": 8, "first_k_dense_replace": 0, "mlp_layer_types": None}, "torch"),
         ("glm-5", {"indexer_types": None, "n_group": 1, "topk_group": 1}, "native"),
         ("glm-5", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "torch"),
-        ("hy4", {"indexer_types": None, "mlp_layer_types": None, "hc_mult": 4, "hc_magnitude": 1.5}, "torch"),
-        ("glm-5-next", {"index_kpool": 12, "linear_lower_bound": None, "norm_topk_prob": False}, "torch"),
+        (
+            "hy4",
+            {"indexer_types": None, "mlp_layer_types": None, "hc_mult": 4, "hc_magnitude": 1.5, "swiglu_limit": 0.1},
+            "torch",
+        ),
+        (
+            "glm-5-next",
+            {"index_kpool": 12, "linear_lower_bound": None, "norm_topk_prob": False, "swiglu_limit": 0.1},
+            "torch",
+        ),
         (
             "glm-5-next",
             {
@@ -75,7 +83,7 @@ def agrees(model: TinyModel, recorded: list[Tensor], **settings: Any) -> None:
             "native",
         ),
         ("minimax-m3", {"index_local_blocks": 0, "layer_types": ["minimax_m3_sparse"] * 3}, "torch"),
-        ("minimax-m3", {"index_topk_blocks": 20}, "native"),
+        ("minimax-m3", {"index_topk_blocks": 20, "swiglu_limit": 0.1}, "native"),
         ("minimax-m3", {"index_block_size": 32, "index_topk_blocks": 1, "index_head_dim": 20}, "native"),
         (
             "qwen4",

@@ -270,7 +270,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt-oss": (
         "GptOssConfig",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 24},
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 24, "swiglu_limit": 0.1},
     ),
     "qwen2-moe": ("Qwen2MoeConfig", {**_EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]}),

@@ -21,6 +21,7 @@ from services.worker.models.config import (
     ModelConfig,
     ModelError,
     dtype_named,
+    limited_activation,
 )
 from services.worker.models.hf_layers.compressed import DEEPSEEK_V4
 from services.worker.models.hf_layers.keys import first_given
@@ -115,7 +116,7 @@ def deepseek_v4_model_config(
         layers=layers,
         max_positions=raw.max_position_embeddings,
         norm_eps=raw.rms_norm_eps,
-        activation="silu_limited",
+        activation=limited_activation("silu_limited", raw.swiglu_limit),
         attention_scale=raw.head_dim**-0.5,
         attention_softcap=None,
         logits_softcap=None,
@@ -155,7 +156,6 @@ def _refuse_unsupported(raw: _RawV4) -> None:
         ("num_key_value_heads", 1),
         ("n_shared_experts", 1),
         ("norm_topk_prob", True),
-        ("swiglu_limit", SILU_LIMIT),
     )
     for key, known in alike:
         if getattr(raw, key) != known:

@@ -8,6 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.worker.models.hf_layers.keys import first_given
+from services.worker.ops.activation import Activation
 
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
@@ -44,8 +45,8 @@ class Mixture(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Experts have gates beside ups."""
     exact_router: bool = False
     """The router's matrix and its logits are float32, whatever the run's type is."""
-    limited: bool = False
-    """Gates and ups of experts, and not those of MLPs, are limited as `silu_limited` has it (HY4)."""
+    activation: Activation | None = None
+    """Of experts, where MLPs have another (HY4)."""
 
 
 class RawMixture(Struct, kw_only=True):

@@ -13,12 +13,12 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 from msgspec.structs import replace
 
-from services.worker.models.config import DeltaConfig, HyperConnections, ModelConfig, ModelError
+from services.worker.models.config import DeltaConfig, HyperConnections, ModelConfig, ModelError, limited_activation
 from services.worker.models.hf_layers.delta import GLM_NEXT as GLM_NEXT
 from services.worker.models.hf_layers.latent import IndexConfig
 from services.worker.models.published.layout import Published
 from services.worker.models.rope import STILL
-from services.worker.ops.activation import SILU_LIMIT
+from services.worker.ops.activation import SILU_LIMIT, Activation
 
 _LIKE = "BailingHybridForCausalLM"
 _SHARED_KEY = 2
@@ -94,7 +94,7 @@ class _RawGlmNext(Struct, kw_only=True):
 
 
 _ONLY: tuple[tuple[str, object], ...] = (
-    *(("swiglu_limit", SILU_LIMIT), ("qk_rope_head_dim", 0), ("index_kpool_always_select_tail", True)),
+    *(("qk_rope_head_dim", 0), ("index_kpool_always_select_tail", True)),
     *(("index_kpool_compress", True), ("mhc", True), ("mla_use_nope", True)),
     *(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
 )
@@ -133,7 +133,8 @@ def glm_next(raw: Mapping[str, Any]) -> Published:
         "kda_lower_bound": bound,
         "eos_token_id": raw.get("eos_token_id"),  # a Ling 3 that names none has one
     }
-    return Published(base, {}, like=_LIKE, revised=partial(_revised, own, _shared(own, kinds)))
+    limited = limited_activation("silu_limited", own.swiglu_limit)
+    return Published(base, {}, like=_LIKE, revised=partial(_revised, own, limited, _shared(own, kinds)))
 
 
 def _refuse(own: _RawGlmNext) -> None:
@@ -180,7 +181,7 @@ def _shared(own: _RawGlmNext, kinds: list[bool]) -> tuple[int, ...]:
     return shared
 
 
-def _revised(own: _RawGlmNext, shared: tuple[int, ...], config: ModelConfig) -> ModelConfig:
+def _revised(own: _RawGlmNext, limited: Activation, shared: tuple[int, ...], config: ModelConfig) -> ModelConfig:
     latent, states = config.latent, config.states
     assert latent is not None, "it is a Ling 3"
     assert isinstance(states, DeltaConfig)
@@ -198,7 +199,7 @@ def _revised(own: _RawGlmNext, shared: tuple[int, ...], config: ModelConfig) -> 
         layers=tuple(replace(layer, rope=STILL) for layer in config.layers),
         latent=replace(latent, gates=None, unrotated=still, norm_eps=config.norm_eps, index=index),
         states=replace(states, gate_rank=states.head_dim, element_rates=False),
-        activation="silu_limited",
+        activation=limited,
         connections=HyperConnections(own.hc_mult, own.hc_sinkhorn_iters, own.hc_eps, averaged=True),
     )
 

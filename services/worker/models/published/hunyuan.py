@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.worker.models.config import HyperConnections, ModelConfig, ModelError
+from services.worker.models.config import HyperConnections, ModelConfig, ModelError, limited_activation
 from services.worker.models.published.layout import Published
-from services.worker.ops.activation import SILU_LIMIT
+from services.worker.ops.activation import SILU_LIMIT, Activation
 
 _LIKE = "GlmMoeDsaForCausalLM"
 _INDEXED = ("indexed_attention", "deepseek_sparse_attention")
@@ -66,8 +66,6 @@ def hy4(raw: Mapping[str, Any]) -> Published:
     for kind in own.layer_types or ():
         if kind not in _INDEXED:
             raise ModelError(f"layer_types {kind!r} is not supported; supported: {', '.join(_INDEXED)}")
-    if own.swiglu_limit != SILU_LIMIT:
-        raise ModelError(f"swiglu_limit {own.swiglu_limit} is not supported; {SILU_LIMIT} is")
     if own.hc_mult < 1:
         raise ModelError(f"hc_mult {own.hc_mult} is not positive")
     count = range(max(own.num_hidden_layers, 0))
@@ -75,10 +73,12 @@ def hy4(raw: Mapping[str, Any]) -> Published:
     mlps = own.mlp_layer_types or ["sparse" if each else "dense" for each in count]
     given = {key: value for key, value in (msgspec.to_builtins(own) | dict(raw)).items() if key not in _OWN}
     base = {**given, "indexer_types": indexers, "mlp_layer_types": mlps}
-    return Published(base, {}, like=_LIKE, revised=partial(_revised, own))
+    return Published(
+        base, {}, like=_LIKE, revised=partial(_revised, own, limited_activation("silu_limited", own.swiglu_limit))
+    )
 
 
-def _revised(own: _RawHy4, config: ModelConfig) -> ModelConfig:
+def _revised(own: _RawHy4, limited: Activation, config: ModelConfig) -> ModelConfig:
     latent, mixture = config.latent, config.mixture
     assert latent is not None, "it is a GLM-5"
     assert latent.index is not None
@@ -86,7 +86,7 @@ def _revised(own: _RawHy4, config: ModelConfig) -> ModelConfig:
     return replace(
         config,
         latent=replace(latent, interleaved=False, gates="elements", index=index),
-        mixture=None if mixture is None else replace(mixture, limited=True),
+        mixture=None if mixture is None else replace(mixture, activation=limited),
         attention_sinks=True,
         connections=HyperConnections(own.hc_mult, 0, own.hc_eps, mixes=False, magnitude=own.hc_magnitude),
     )

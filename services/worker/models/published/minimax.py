@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from services.worker.models.config import BlockIndexConfig, LayerConfig, Mixture, ModelError
+from services.worker.models.config import BlockIndexConfig, LayerConfig, Mixture, ModelError, limited_activation
 from services.worker.models.published.layout import Published
 
 MINIMAX_M3 = "MiniMaxM3VLForCausalLM"
@@ -82,7 +82,7 @@ _ONLY: dict[str, Any] = {"use_sparse_attention": True, "sparse_score_type": "max
 """Which `transformers` does not read, and vLLM goes by."""
 _KEPT = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "swiglu_alpha", "swiglu_limit", "rope_theta"),
+    *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "swiglu_alpha", "rope_theta"),
 )
 
 
@@ -98,7 +98,7 @@ def minimax_m3(raw: Mapping[str, Any]) -> Published:
     changes: dict[str, Any] = {
         "qk_norm": True,
         "norm_offset": True,
-        "activation": "swigluoai",
+        "activation": limited_activation("swigluoai", own.swiglu_limit),
         "mixture": _mixture(own),
         **rotation,
     }

@@ -81,7 +81,7 @@ def test_what_the_library_writes_says_the_same(tmp_path: Path) -> None:
         ),
         ({"mlp_layer_types": ["dense"] * 43}, "mlp_layer_types 'dense' is not supported"),
         ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; supported: sqrtsoftplus, sigmoid"),
-        ({"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; supported: 10.0"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit 0.0 is not supported; positive numbers are"),
         ({"n_shared_experts": 2}, "n_shared_experts 2 is not supported; supported: 1"),
         ({"o_groups": 7}, "o_groups 7: 64 heads do not divide by it"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim 63: rotated are pairs"),

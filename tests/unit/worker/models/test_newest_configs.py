@@ -119,7 +119,7 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
     assert (latent.index.chosen, latent.index.rotates_last, latent.index.norm_eps) == (2048, True, 1e-5)
     assert [number for number in range(34) if number not in latent.index.shared] == [0, *range(1, 34, 4)]
     assert mixture is not None
-    assert (mixture.limited, mixture.scale, mixture.shared_size) == (True, 2.827, 768)
+    assert (mixture.activation, mixture.scale, mixture.shared_size) == ("silu_limited", 2.827, 768)
     assert [layer.mixes for layer in config.layers] == [False] + [True] * 33
 
 
@@ -127,7 +127,7 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
     ("base", "changes", "complaint"),
     [
         (M3, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu, swigluoai"),
-        (M3, {"swiglu_limit": 8.0}, "swiglu_limit 8.0 is not supported; 7.0 is"),
+        (M3, {"swiglu_limit": -8.0}, "swiglu_limit -8.0 is not supported; positive numbers are"),
         (M3, {"rotary_dim": 32}, "rotary_dim 32: partial_rotary_factor 0.5 says 64 of 128 elements"),
         (
             *(M3, {"partial_rotary_factor": None}),
@@ -174,7 +174,7 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
             "sparse_attention_config: sparse_init_block 1 is not supported; 0 is",
         ),
         (M3, {"shared_intermediate_size": 0}, "shared_intermediate_size 0 is not positive"),
-        (HY4, {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; 10.0 is"),
+        (HY4, {"swiglu_limit": 0}, "swiglu_limit 0.0 is not supported; positive numbers are"),
         (HY4, {"hc_mult": 0}, "hc_mult 0 is not positive"),
         (
             *(HY4, {"layer_types": ["full_attention"]}),
@@ -190,7 +190,7 @@ def test_hy4_is_a_glm_5_with_streams_sinks_and_gates(tmp_path: Path) -> None:
             *(NEXT, {"indexer_types": ["none"] * 45}),
             "indexer_types 'none' is not supported; supported: full, shared",
         ),
-        (NEXT, {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; 10.0 is"),
+        (NEXT, {"swiglu_limit": 0}, "swiglu_limit 0.0 is not supported; positive numbers are"),
         (NEXT, {"qk_rope_head_dim": 64}, "qk_rope_head_dim 64 is not supported; 0 is"),
         (NEXT, {"qk_nope_head_dim": 2}, "qk_nope_head_dim 2 is not above 2"),
         (
