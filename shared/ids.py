@@ -42,6 +42,7 @@ ModelName = NewType("ModelName", Annotated[str, Meta(min_length=1, max_length=51
 
 Attempt = NewType("Attempt", Count)
 """Which dispatch of a request this is, from 1. Whatever carries a lower number than the newest is stale."""
+FIRST_ATTEMPT = Attempt(1)
 
 SequenceId = NewType("SequenceId", Count)
 """A sequence's number inside one engine; reused only after its release was sent to the worker."""

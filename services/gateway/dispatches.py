@@ -12,12 +12,12 @@ from services.gateway.api.generation import ChoiceRequest, GenerationKind, Gener
 from services.gateway.api.ollama.answer import OllamaMessage
 from services.gateway.api.response import ChoiceState, ParsedMessage
 from services.gateway.api.responses.output_items import OutputItems
-from services.gateway.core.open_request import FIRST_ATTEMPT, LARGE_BYTES
+from services.gateway.core.open_request import LARGE_BYTES
 from services.gateway.parsing.output_parser import ParserOptions
 from services.gateway.tokenizer_client import PromptDetails
 from shared import topics
 from shared.bus import Bus, PayloadTooLarge
-from shared.ids import GatewayId, RequestId
+from shared.ids import FIRST_ATTEMPT, GatewayId, RequestId
 from shared.messages.gateway import RequestRejected
 from shared.messages.tokenizer import Tokenize, embeds_of, prompt_bytes
 from shared.telemetry.logs import record_trace

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import secrets
 from typing import NamedTuple, TypeVar
+
+from msgspec.structs import replace
 
 from services.gateway.api.errors import STATUS, RequestError
 from services.gateway.api.generation import GenerationRequest
 from shared import topics
-from shared.bus import Bus, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout, ReplyTooLarge
+from shared.bus import Bus, BusError, NoResponders, PayloadTooLarge, ReplyError, ReplyTimeout, ReplyTooLarge
+from shared.ids import FIRST_ATTEMPT, RequestId
+from shared.messages.coordinator import Withdraw
 from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import (
     Decode,
@@ -43,22 +50,28 @@ class PromptDetails(NamedTuple):
 class TokenizerClient:
     """Sends questions to any tokenizer of a model. Every failure is an RequestError: 400 for a prompt that the
     tokenizer refuses, 413 for one too large for the bus, and for an answer that is, 429 where too many long ones wait,
-    503 without an answer."""
+    503 without an answer. A question that is cancelled, or waits too long, is called off at the tokenizer, too."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def ask(self, model: ModelCard, question: TokenizerRequest, expected: type[Reply]) -> Reply:
         """Returns the reply, which is of the `expected` type. Raises RequestError."""
-        topic = topics.tokenizer_requests(model.name)
+        topic, name = topics.tokenizer_requests(model.name), RequestId(f"ask-{secrets.token_hex(12)}")
+        if isinstance(question, Encode | Decode):
+            question = replace(question, request=name)
         try:
             answer: TokenizerReply = await self._bus.request(topic, question, TokenizerReply, ANSWER_TIMEOUT)
+        except (asyncio.CancelledError, ReplyTimeout) as given_up:
+            with contextlib.suppress(BusError):
+                await self._bus.publish(topics.withdrawals(), Withdraw(name, FIRST_ATTEMPT))
+            if isinstance(given_up, ReplyTimeout):
+                raise _unanswered(given_up) from None
+            raise
         except (PayloadTooLarge, ReplyTooLarge) as error:
             raise RequestError(413, str(error), param="body", code="too_large") from None
-        except (NoResponders, ReplyTimeout, ReplyError) as error:
-            raise RequestError(
-                503, f"no tokenizer answered ({type(error).__name__})", retry_after=1.0, elsewhere=True
-            ) from None
+        except (NoResponders, ReplyError) as error:
+            raise _unanswered(error) from None
         if isinstance(answer, TokenizerRefusal):
             overloaded = answer.kind == "overloaded"
             raise RequestError(
@@ -102,3 +115,7 @@ class TokenizerClient:
     async def text(self, model: ModelCard, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Returns the text of token ids."""
         return (await self.ask(model, Decode(pack(ids), skip_special_tokens), DecodeReply)).text
+
+
+def _unanswered(error: BusError) -> RequestError:
+    return RequestError(503, f"no tokenizer answered ({type(error).__name__})", retry_after=1.0, elsewhere=True)

@@ -22,7 +22,7 @@ from services.tokenizer.encoding_lanes import EncodingLanes
 from shared import topics
 from shared.actor import Actor, Tick, TopicSubscription
 from shared.bus import Bus, BusError, PayloadTooLarge, Undelivered
-from shared.ids import Attempt, GatewayId, InstanceId, ModelName, RequestId
+from shared.ids import FIRST_ATTEMPT, Attempt, GatewayId, InstanceId, ModelName, RequestId
 from shared.messages.coordinator import RequestEnded, Route, Withdraw
 from shared.messages.gateway import PromptsHeld, RequestFailed, RequestRejected
 from shared.messages.lifecycle import TokenizerReport
@@ -58,8 +58,7 @@ HELD_INTERVAL = 1.0
 """Seconds from one `PromptsHeld` to the next: a fraction of what gateways wait for."""
 
 QUESTION_TIMEOUT = 9.0
-"""Seconds that a question's long prompt may wait for a thread. Its gateway waits for 10, and does not say when a client
-has left."""
+"""Seconds that a question's long prompt may wait for a thread: its gateway waits for 10."""
 
 MAX_WITHDRAWN = 1024
 """Requests given up that are remembered: a prompt that the inbox had no room for may come behind its withdrawal."""
@@ -77,10 +76,10 @@ KINDS: dict[type[Prompt], str] = {
 @dataclass(slots=True)
 class _HeldPrompt:
     attempt: Attempt
-    gateway: GatewayId
-    informed: bool
-    """Whether its gateway hears that the prompt is here: not one of an older release."""
-    task: asyncio.Task[None]
+    gateway: GatewayId | None
+    """Which hears that the prompt is here; None: one of an older release, or one that asked a question, which it does
+    not send again."""
+    task: asyncio.Task[Any]
     on_thread: bool = False
     """Whether it is being encoded, which nothing stops."""
 
@@ -108,7 +107,7 @@ class TokenizerActor(Actor):
         self._lanes = EncodingLanes(threads, encoder.forget_words)
         self._long: set[asyncio.Task[Any]] = set()
         self._held: dict[RequestId, _HeldPrompt] = {}
-        """The newest attempt of each request whose prompt is long and not yet tokenized."""
+        """The newest attempt of each request whose prompt is long and not yet tokenized, and long questions."""
         self._fence = AttemptFence(MAX_WITHDRAWN)
         self._failure: BaseException | None = None
 
@@ -140,7 +139,9 @@ class TokenizerActor(Actor):
                 elif (full := self._lanes.refusal(size)) is not None:
                     await self._send(message, _overloaded(message, full), started)
                 else:
-                    self._hold(message, self._start_long(self._tokenize_long(message, started), size))
+                    task = self._start_long(self._tokenize_long(message, started), size)
+                    gateway = message.gateway if message.hears_held else None
+                    self._hold(message.request, _HeldPrompt(message.attempt, gateway, task))
             case Withdraw():
                 self._withdraw(message)
             case RequestEnded():
@@ -152,12 +153,12 @@ class TokenizerActor(Actor):
             case _:
                 raise TypeError(f"a tokenizer takes no {type(message).__name__}")
 
-    def _hold(self, message: Tokenize, task: asyncio.Task[None]) -> None:
+    def _hold(self, request: RequestId, held: _HeldPrompt) -> None:
         """At once, as the next message may be its withdrawal, before the task has begun. An earlier attempt
         gives way."""
-        if (earlier := self._held.get(message.request)) is not None:
+        if (earlier := self._held.get(request)) is not None:
             earlier.call_off()
-        self._held[message.request] = _HeldPrompt(message.attempt, message.gateway, message.hears_held, task)
+        self._held[request] = held
 
     def _withdraw(self, withdrawn: Withdraw) -> None:
         """Its gateway has given the request up: what waits is dropped, and what is being encoded goes nowhere."""
@@ -192,12 +193,24 @@ class TokenizerActor(Actor):
                 assert_never(request)
         if short:
             return self._encoder.answer(request)
+        if request.request is not None and self._fence.is_closed(request.request, FIRST_ATTEMPT):
+            metrics.WITHDRAWN.inc()
+            return TokenizerRefusal("given up before its prompt was tokenized", kind="overloaded")
         size = _size(request.prompt) if isinstance(request, Encode) else len(request.tokens)
         if (full := self._lanes.refusal(size)) is not None:
             return TokenizerRefusal(full, kind="overloaded")
-        return self._start_long(self._answer_long(request, size), size)
+        task = self._start_long(self._answer_long(request, size), size)
+        if request.request is not None:
+            self._hold(request.request, _HeldPrompt(FIRST_ATTEMPT, None, task))
+            task.add_done_callback(partial(self._end_question, request.request))
+        return task
+
+    def _end_question(self, name: RequestId, _: asyncio.Task[Any]) -> None:
+        self._held.pop(name, None)
 
     async def _answer_long(self, request: Encode | Decode, size: int) -> TokenizerReply:
+        """Cancelled when its gateway withdraws it, unless a thread has it."""
+        held = None if request.request is None else self._held.get(request.request)
         if isinstance(request, Encode):
             try:
                 request = replace(request, prompt=await self._render(request.prompt))
@@ -207,6 +220,8 @@ class TokenizerActor(Actor):
         try:
             async with asyncio.timeout(QUESTION_TIMEOUT) as waiting, self._lanes.turn(size) as thread:
                 waiting.reschedule(None)
+                if held is not None:
+                    held.on_thread = True
                 return await thread.run(self._encoder.answer, request)
         except TimeoutError:
             why = f"no thread was free for {QUESTION_TIMEOUT:g} s: longer prompts are being tokenized"
@@ -218,7 +233,7 @@ class TokenizerActor(Actor):
             await asyncio.sleep(HELD_INTERVAL)
             held: defaultdict[GatewayId, list[tuple[RequestId, Attempt]]] = defaultdict(list)
             for request, each in self._held.items():
-                if each.informed:
+                if each.gateway is not None:
                     held[each.gateway].append((request, each.attempt))
             for gateway, requests in held.items():
                 with contextlib.suppress(BusError):

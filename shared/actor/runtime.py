@@ -373,13 +373,16 @@ class ActorRuntime:
 
 
 def _reply(answer: Any, reply: asyncio.Future[Any]) -> None:
-    """Sets the reply, now or when `answer` is done. What making it raises is left to the actor to raise."""
+    """Sets the reply, now or when `answer` is done; there is none where that is cancelled. What making it raises is
+    left to the actor to raise."""
     if not isinstance(answer, asyncio.Future):
         reply.set_result(answer)
         return
 
     def forward(done: asyncio.Future[Any]) -> None:
-        if not done.cancelled() and done.exception() is None and not reply.done():
+        if done.cancelled():
+            reply.cancel()
+        elif done.exception() is None and not reply.done():
             reply.set_result(done.result())
 
     answer.add_done_callback(forward)

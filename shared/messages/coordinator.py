@@ -16,7 +16,8 @@ class Route(Struct, frozen=True, array_like=True, tag=True):
 
 class Withdraw(Struct, frozen=True, array_like=True, tag=True):
     """gateway → every coordinator and tokenizer: attempts up to this one are given up, and their engine is not known
-    here. Drop the request if it still waits with you; have it cancelled if you have placed it."""
+    here. Drop the request if it still waits with you; have it cancelled if you have placed it. Also of questions to
+    tokenizers (`Encode`, `Decode`) whose answers nobody waits for any more."""
 
     request: RequestId
     attempt: Attempt

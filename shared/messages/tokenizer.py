@@ -221,6 +221,8 @@ class Encode(Struct, frozen=True, array_like=True, tag=True):
     truncate_prompt_tokens: Count | None = None
     truncation_side: TruncationSide = "left"
     """Both as in `Tokenize`."""
+    request: RequestId | None = None
+    """By which `Withdraw` calls it off; None: nothing does."""
 
 
 class Decode(Struct, frozen=True, array_like=True, tag=True):
@@ -228,6 +230,8 @@ class Decode(Struct, frozen=True, array_like=True, tag=True):
 
     tokens: bytes
     skip_special_tokens: bool = False
+    request: RequestId | None = None
+    """See `Encode.request`."""
 
 
 class ReadTokenizerInfo(Struct, frozen=True, array_like=True, tag=True):

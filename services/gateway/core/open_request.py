@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.gateway.core.effects import CancelAttempt, Effect
-from shared.ids import Attempt, ClusterName, DetokenizerId, EngineId, InstanceId, RequestId
+from shared.ids import FIRST_ATTEMPT, Attempt, ClusterName, DetokenizerId, EngineId, InstanceId, RequestId
 from shared.messages.coordinator import RequestEnded, Withdraw
 from shared.messages.lifecycle import Lifecycle
 from shared.messages.scheduler import Cancel, ProbeReply
@@ -45,8 +45,6 @@ TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
 
 NoAnswer = Literal["nobody there", "no answer in time"]
 """What becomes of a probe that is not answered."""
-
-FIRST_ATTEMPT = Attempt(1)
 
 
 def choice_requests(response: str, choices: int) -> list[RequestId]:

@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from services.gateway.core.open_request import FIRST_ATTEMPT, choice_requests
-from shared.ids import Attempt, GatewayId, Incarnation, RequestId
+from services.gateway.core.open_request import choice_requests
+from shared.ids import FIRST_ATTEMPT, Attempt, GatewayId, Incarnation, RequestId
 from shared.messages.gateway import (
     Delta,
     KeepStream,

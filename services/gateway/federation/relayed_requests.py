@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from services.gateway.core.open_request import FIRST_ATTEMPT, EmittedOutput
+from services.gateway.core.open_request import EmittedOutput
 from services.gateway.core.remote_clusters import OwnCluster
 from services.gateway.federation.topics import relayed_output
 from services.gateway.request_table import RequestTable
 from shared.bus import Bus, BusError
-from shared.ids import Attempt, ClusterName, DetokenizerId, GatewayId, RequestId, relay_id
+from shared.ids import FIRST_ATTEMPT, Attempt, ClusterName, DetokenizerId, GatewayId, RequestId, relay_id
 from shared.messages.federation import ClusterRequest
 from shared.messages.gateway import (
     Delta,

@@ -10,9 +10,9 @@ import math
 import re
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -26,6 +26,8 @@ from shared.ids import ModelName
 from shared.machine.heap import give_back_freed_memory
 from shared.telemetry.logs import record_trace
 from shared.telemetry.tracing import RequestSpan
+
+R = TypeVar("R")
 
 EXTENSION = "baton.connection"
 """Key in the ASGI scope's extensions under which the connection is found."""
@@ -373,6 +375,26 @@ class Call:
         """Gives back what the body holds of the budget: the request has ended."""
         self._lease.closed = True
         self._limits.budget.give_back(self._lease, 0)
+
+    async def unless_left(self, work: Coroutine[Any, Any, R]) -> R:
+        """Returns what `work` comes to. It is cancelled when the client leaves; raises RequestError 400 then."""
+        working = asyncio.create_task(work)
+
+        def left() -> None:
+            working.cancel()
+
+        self.connection.on_lost = left
+        try:
+            if self.connection.is_closing():
+                left()
+            return await working
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if self.connection.is_closing() and (this is None or not this.cancelling()):
+                raise RequestError(400, "the client closed the connection") from None
+            raise
+        finally:
+            self.connection.on_lost = None
 
     async def _part_within(self, seconds: float) -> bytes:
         """Raises TimeoutError, and RequestError as `_part` does. The loop hears its clock before its sockets: where the

@@ -221,7 +221,7 @@ async def ask_tokenizer(
         card, question = await parser.read(kind, await call.body())
     call.record.model = card.name
     check_model((card.name, *card.aliases), call.key)
-    return card, await table.tokenizer.ask(card, question, reply_type)
+    return card, await call.unless_left(table.tokenizer.ask(card, question, reply_type))
 
 
 def _model_body(card: ModelCard) -> dict[str, Any]:

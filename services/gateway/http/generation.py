@@ -258,9 +258,9 @@ class GenerationEndpoint(GeneratingEndpoint):
         generation = await self._filled(call, generation, releases_body=self._overflow is None and not resumable)
         searches, details = None, list[PromptDetails]()
         if generation.beam_search is not None:
-            searches = await open_searches(table.tokenizer, generation)
+            searches = await call.unless_left(open_searches(table.tokenizer, generation))
         else:
-            details = await table.tokenizer.prompt_details(generation)
+            details = await call.unless_left(table.tokenizer.prompt_details(generation))
             generation = await read_by_encoder(table.images, table.tokenizer, generation)
         response_id, arrival = f"{self._prefix}-{secrets.token_hex(12)}", time.time()
         header = new_header(generation, self._prefix, identity=response_id, created=arrival)
@@ -299,7 +299,7 @@ class GenerationEndpoint(GeneratingEndpoint):
         generation = self._access.bound(generation, call.key)
         self._access.reserve(call, generation, table.free)
         generation = await table.images.filled(generation)
-        details = await table.tokenizer.prompt_details(generation)
+        details = await call.unless_left(table.tokenizer.prompt_details(generation))
         generation = await read_by_encoder(table.images, table.tokenizer, generation)
         header = new_header(generation, self._prefix, identity=opening.stream, created=opening.arrival)
         self._log(call, generation, header, last)

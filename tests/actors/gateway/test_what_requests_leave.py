@@ -7,7 +7,7 @@ import asyncio
 import gc
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -40,12 +40,12 @@ async def post(stack: GatewayStack, path: str, **fields: Any) -> int:
     return (await stack.http.post(path, json={"model": MODEL, **fields})).status_code
 
 
-async def leave(stack: GatewayStack, **fields: Any) -> None:
-    """Asks for more than it waits for."""
+async def leave(stack: GatewayStack, path: str, begun: Collection[Any], **fields: Any) -> None:
+    """Asks for more than it waits for, which is until something has `begun`."""
     _, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.server.port)
     body = json.dumps({"model": MODEL, **fields}).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-    await eventually(lambda: bool(stack.ring.running))
+    writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(body), body))
+    await eventually(lambda: bool(begun))
     writer.close()
 
 
@@ -61,7 +61,31 @@ async def test_nothing_of_a_request_is_left_at_its_end(memory_bus: MemoryBus, st
         assert await post(stack, "/v1/completions", prompt="x", max_tokens=-1, stream=stream) == 400
         assert await post(stack, "/tokenize", prompt="REFUSE") == 400
         stack.ring.step = 0.02
-        await leave(stack, prompt="hello", max_tokens=10_000, stream=stream)
+        await leave(stack, "/v1/completions", stack.ring.running, prompt="hello", max_tokens=10_000, stream=stream)
+        await eventually(lambda: not left())
+
+
+CHAT = {"messages": [{"role": "user", "content": "SILENCE"}]}
+QUESTIONS: dict[str, dict[str, Any]] = {
+    "/tokenize": {"prompt": "SILENCE"},
+    "/v1/completions": {"prompt": "SILENCE", "echo": True, "logprobs": 1, "max_tokens": 1},
+    "/v1/completions/render": {"prompt": ["SILENCE"] * 3},
+    "/v1/messages/count_tokens": CHAT,
+    "/v1/responses/input_tokens": {"input": "SILENCE"},
+    "/v1/chat/completions": {**CHAT, "use_beam_search": True, "n": 2},
+    "/generative_scoring": {"query": "SILENCE", "items": ["SILENCE"] * 20, "label_token_ids": [1, 2]},
+}
+
+
+@pytest.mark.usefixtures("no_collections")
+async def test_questions_to_a_tokenizer_are_called_off_when_their_client_leaves(memory_bus: MemoryBus) -> None:
+    async with gateway_stack(memory_bus) as stack:
+        ring = stack.ring
+        for path, fields in QUESTIONS.items():
+            ring.held.clear()
+            await leave(stack, path, ring.held, **fields)
+            await eventually(lambda: {each.request for each in ring.held} <= ring.withdrawn and bool(ring.held))
+        assert not ring.running
         await eventually(lambda: not left())
 
 

@@ -327,6 +327,24 @@ async def test_a_question_waits_no_longer_than_its_gateway(
     )
 
 
+async def test_a_long_question_whose_client_left_is_called_off(ring: Ring, large_go_on: threading.Event) -> None:
+    """Whatever comes first, the question or its withdrawal. The one under way is finished."""
+    large = TextPrompt(SENTENCES * 3000)
+    await ring.tokenize(large, "under-way")
+    await until_held(ring, 1)
+    asked = asyncio.create_task(ring.ask(Encode(large, request=RequestId("left"))))
+    await until_held(ring, 2)
+    await ring.withdraw("left")
+    await until_held(ring, 1)
+    late = await ring.ask(Encode(large, request=RequestId("left")))
+    assert isinstance(late, TokenizerRefusal)
+    assert "left" not in ring.actor._held
+    large_go_on.set()
+    assert (await heard(ring.routed)).generation.request == "under-way"
+    assert not asked.done(), "there is no answer, and its bus was not told of a failure"
+    asked.cancel()
+
+
 @pytest.mark.parametrize("withdrawn", [True, False])
 async def test_a_later_attempt_is_rendered_while_the_process_of_an_earlier_one_still_ends(
     ring: Ring, monkeypatch: pytest.MonkeyPatch, withdrawn: bool

@@ -124,6 +124,8 @@ class FakeRing:
         self.cancelled: dict[str, int] = {}
         """The newest attempt that was cancelled, by request."""
         self.withdrawn: set[str] = set()
+        self.held: list[TokenizerRequest] = []
+        """Questions that get no answer."""
         self.running: dict[str, int] = {}
         self.lives: dict[Service, Incarnation] = dict.fromkeys(IDENTITY, Incarnation(1))
         self.absent: set[Service] = set()
@@ -216,6 +218,9 @@ class FakeRing:
         if isinstance(question, Decode):
             return DecodeReply("".join(word(token) for token in unpack(question.tokens)))
         text = prompt_text(question.prompt)
+        if "SILENCE" in text:
+            self.held.append(question)
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
         if "REFUSE" in text:
             return TokenizerRefusal("too silly", "prompt")
         if "OVERLOAD" in text:

@@ -66,7 +66,7 @@ class MessagesEndpoint(GeneratingEndpoint):
         """Generates and responds. Raises RequestError as long as no response was started."""
         generation = self._admitted(call, await self._read(call, "messages"))
         generation = await self._filled(call, generation)
-        details = await self._table.tokenizer.prompt_details(generation)
+        details = await call.unless_left(self._table.tokenizer.prompt_details(generation))
         header = ResponseHeader("messages", f"msg_{secrets.token_hex(12)}", int(time.time()), generation.served_name)
         self._log(call, generation, header)
         max_tokens = generation.stopping.max_tokens
@@ -94,5 +94,5 @@ class CountTokensEndpoint:
             generation: GenerationRequest = await self._parser.read("count_tokens", await call.body())
         call.record.model = generation.served_name
         generation = await table.images.filled(self._access.bound(generation, call.key))
-        ids = await table.tokenizer.prompt_ids(generation, generation.prompts[0])
+        ids = await call.unless_left(table.tokenizer.prompt_ids(generation, generation.prompts[0]))
         await call.respond_json({"input_tokens": len(ids)})

@@ -14,7 +14,7 @@ class ChatBatchEndpoint(GeneratingEndpoint):
         """Generates and responds. Raises RequestError."""
         generation = await self._read(call, "chat_batch")
         generation = self._admitted(call, generation)
-        details = await self._table.tokenizer.prompt_details(generation)
+        details = await call.unless_left(self._table.tokenizer.prompt_details(generation))
         header = new_header(generation, "chatcmpl")
         self._log(call, generation, header)
         response = await self._table.open(generation, header, ResponseWriter(), details)

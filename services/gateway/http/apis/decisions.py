@@ -93,7 +93,7 @@ class DecisionsEndpoint(GeneratingEndpoint):
         asked = await self._read(call, "decision")
         assert isinstance(asked, DecisionRequest)
         generation = self._admitted(call, asked.generation)
-        letters = await self._tokens.behind(generation, asked.letters)
+        letters = await call.unless_left(self._tokens.behind(generation, asked.letters))
         if not all(letters) or len(set(chain.from_iterable(letters))) < sum(map(len, letters)):
             last = asked.letters[-1]
             raise invalid("model", f"its tokenizer has no token for each of the letters A to {last} of options")

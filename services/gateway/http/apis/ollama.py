@@ -101,7 +101,7 @@ class OllamaEndpoint(GeneratingEndpoint):
             return
         generation: GenerationRequest = self._admitted(call, asked)
         generation = await self._filled(call, generation)
-        details = await self._table.tokenizer.prompt_details(generation)
+        details = await call.unless_left(self._table.tokenizer.prompt_details(generation))
         header = new_header(generation, "ollama")
         self._log(call, generation, header)
         if generation.stream is None:

@@ -40,7 +40,7 @@ class RenderEndpoint:
         name = f"{PREFIXES[self._kind]}-{generation.request_id or secrets.token_hex(12)}"
         rendered = []
         for i, prompt in enumerate(generation.prompts):
-            tokens = await self._table.tokenizer.prompt_ids(generation, prompt)
+            tokens = await call.unless_left(self._table.tokenizer.prompt_ids(generation, prompt))
             rendered.append(rendered_request(generation, f"{name}-{i}" if self._kind == "completion" else name, tokens))
         await call.respond_json(rendered if self._kind == "completion" else rendered[0])
 

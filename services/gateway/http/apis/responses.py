@@ -91,7 +91,7 @@ class ResponsesEndpoint(GeneratingEndpoint):
         asked, body = await self._ask(call)
         generation = self._admitted(call, asked.generation)
         generation = await self._table.images.filled(generation)
-        details = await self._table.tokenizer.prompt_details(generation)
+        details = await call.unless_left(self._table.tokenizer.prompt_details(generation))
         identity, own = f"resp_{secrets.token_hex(24)}", generation.request_id or ""
         header = ResponseHeader("responses", identity, int(time.time()), generation.served_name, shown_id=own)
         self._log(call, generation, header)
@@ -153,7 +153,7 @@ class ResponsesEndpoint(GeneratingEndpoint):
             generation: GenerationRequest = await self._parser.read("input_tokens", body, history)
         call.record.model = generation.served_name
         generation = await self._table.images.filled(self._access.bound(generation, call.key))
-        ids = await self._table.tokenizer.prompt_ids(generation, generation.prompts[0])
+        ids = await call.unless_left(self._table.tokenizer.prompt_ids(generation, generation.prompts[0]))
         await call.respond_json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def _kept(self, call: Call, asked: ResponseRequest, response: dict[str, Any]) -> dict[str, Any]:

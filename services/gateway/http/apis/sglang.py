@@ -66,7 +66,7 @@ class SglangEndpoint(GeneratingEndpoint):
         asked = await self._read(call, "sglang")
         assert isinstance(asked, SglangRequest)
         generation, options = self._admitted(call, asked.generation), asked.options
-        details = await self._table.tokenizer.prompt_details(generation)
+        details = await call.unless_left(self._table.tokenizer.prompt_details(generation))
         header = new_header(generation, "sglang")
         self._log(call, generation, header)
         if generation.stream is None:

@@ -68,7 +68,7 @@ class TokensEndpoint(GeneratingEndpoint):
         asked = await self._read(call, "tokens")
         assert isinstance(asked, TokensRequest)
         generation, options = self._admitted(call, asked.generation), asked.options
-        details = await self._table.tokenizer.prompt_details(generation)
+        details = await call.unless_left(self._table.tokenizer.prompt_details(generation))
         header = new_header(generation, PREFIX)
         self._log(call, generation, header)
         if generation.stream is not None:

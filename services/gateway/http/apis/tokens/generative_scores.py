@@ -27,7 +27,7 @@ class GenerativeScoresEndpoint(GeneratingEndpoint):
         asked = await self._read(call, "generative_score")
         assert isinstance(asked, GenerativeScoreRequest)
         asked = replace(asked, generation=self._admitted(call, asked.generation))
-        generation = replace(asked.generation, prompts=await self._prompts(asked))
+        generation = replace(asked.generation, prompts=await call.unless_left(self._prompts(asked)))
         header = new_header(generation, PREFIX)._replace(prompt_field="items")
         self._log(call, generation, header)
         response = await self._table.open(generation, header, ResponseWriter(), [])
