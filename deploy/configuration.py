@@ -45,7 +45,8 @@ _HEADING = """\
 
 Each service takes its settings from the following sources; a later one overrides an earlier one: the default, a TOML
 file, the environment, its command line. `python -m services.worker --help` lists one service's flags. An unknown
-setting or a value that is not allowed stops the start, and the error names it with its source.
+setting or a value that is not allowed stops the start, and the error names it with its source. `baton up` looks at
+all services' before it starts anything, and names variables that begin with `BATON_` and that nothing reads.
 
 | setting | flag | TOML file (`--config` or `BATON_CONFIG`) | environment |
 |---|---|---|---|

@@ -367,7 +367,7 @@ def _from_file(service: str, config_type: type[Struct], path: Path) -> dict[str,
         else:
             raise ConfigError(
                 f"{key} (from {path}): no setting of every service, which stand at the top"
-                f"{_near(key, COMMON_KEYS)}; those of one service stand in its table, such as [worker], and options of "
+                f"{near(key, COMMON_KEYS)}; those of one service stand in its table, such as [worker], and options of "
                 "`baton up` alone, such as --engines, in no file"
             )
     _refuse_unknown(config_type, settings)
@@ -414,11 +414,11 @@ def _refuse_unknown(config_type: type[Struct], settings: Mapping[str, Given]) ->
     for key, setting in settings.items():
         if key not in known:
             raise ConfigError(
-                f"{key} (from {setting.source}): unknown key{_near(key, known)}; docs/configuration.md has all"
+                f"{key} (from {setting.source}): unknown key{near(key, known)}; docs/configuration.md has all"
             )
 
 
-def _near(key: str, known: Collection[str]) -> str:
+def near(key: str, known: Collection[str]) -> str:
     """What was probably meant, for a message; empty where nothing looks like it."""
     close = get_close_matches(key, known)
     return f", near are {', '.join(close)}" if len(close) > 1 else f", {close[0]} is near" if close else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from deploy.cli.up.assignments import parsed_settings
 from deploy.cli.up.choices import stack_spec
 from deploy.cli.up.models import split_assignments
 from deploy.cli.up.options import Detach, StackAssignments, offers, with_options
+from deploy.cli.up.sources import unread_variables
 from deploy.errors import CommandError
 from deploy.supervisor.background import check_free, start_in_background
 from shared.config import process_environment, replace_environment
@@ -34,6 +36,8 @@ def up(
 ) -> None:
     """Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer."""
     end_at_once()
+    for line in unread_variables(process_environment()):
+        print(line, file=sys.stderr)
     where = run_dir_of(name, run_dir)
     if detach:
         check_run_dir(where)
