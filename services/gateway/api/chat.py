@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, assert_never
 
 import msgspec
 
+from services.gateway.api.custom_tools.chat_tools import as_functions
+from services.gateway.api.custom_tools.custom_input import CustomInput
 from services.gateway.api.embeds.prompt_embeds import EmbeddedParts
 from services.gateway.api.errors import abbreviated, check_packable, decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.fields.generation import CommonFields, check_common_fields
@@ -104,9 +106,12 @@ def chat_request(
     _add_template_variables(fields, limits.efforts)
     beam_search = beam_search_params(fields, limits)
     output = read_output_grammar(fields)
+    custom = as_functions(fields)
     parser: ParserOptions | None = None
     if dialect_of is not None:
         output, parser = _written_in(dialect_of(card.name), fields, output, beam_search)
+    if custom and parser is not None:
+        parser = parser._replace(custom=custom)
     asked = _question(fields, card, limits, kind)
     generation = generation_request(
         fields,
@@ -257,6 +262,16 @@ class _ToolCall(NamedTuple):
     id: str
     name: str
     arguments: list[str]
+    """Pieces; of a custom tool those of its input."""
+    input: CustomInput | None
+    """Of a custom tool: reads its arguments."""
+
+    def written(self) -> dict[str, Any]:
+        """Returns the call as it is shown, as far as it has arrived."""
+        text = "".join(self.arguments)
+        if self.input is not None:
+            return {"id": self.id, "type": "custom", "custom": {"name": self.name, "input": text}}
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": text}}
 
 
 class AssistantMessage:
@@ -292,14 +307,7 @@ class AssistantMessage:
             reasoning = "".join(self._reasoning) or None
             message |= dict.fromkeys(REASONING_FIELDS, reasoning)
         if self._calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
-                }
-                for call in self._calls
-            ]
+            message["tool_calls"] = [call.written() for call in self._calls]
         return message
 
     def _add(self, event: ParseEvent, delta: dict[str, Any]) -> None:
@@ -311,26 +319,35 @@ class AssistantMessage:
                 self._reasoning.append(text)
                 delta |= dict.fromkeys(REASONING_FIELDS, delta.get("reasoning", "") + text)
             case ToolCallStart(name, identity):
-                self._calls.append(_ToolCall(identity or self._new_id(), name, []))
+                custom = CustomInput() if name in self._options.custom else None
+                call = _ToolCall(identity or self._new_id(), name, [], custom)
+                self._calls.append(call)
+                entries: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
+                entries.append({"index": self._started_calls, **call.written()})
                 self._started_calls += 1
-                self._call_delta(delta, self._calls[-1])
             case ToolCallArguments(text):
-                self._calls[-1].arguments.append(text)
-                self._call_delta(delta)["function"]["arguments"] += text
+                custom = self._calls[-1].input
+                if custom is None or (text := custom.feed(text)):
+                    self._extend_call(delta, text)
             case ToolCallRetraction():
                 self._calls.pop()
             case ToolCallEnd():
-                pass
+                custom = self._calls[-1].input if self._calls else None
+                if custom is not None and (rest := custom.rest()):
+                    self._extend_call(delta, rest)
             case _:
                 assert_never(event)
 
-    def _call_delta(self, delta: dict[str, Any], new: _ToolCall | None = None) -> dict[str, Any]:
-        """The open call's entry in `delta`, added where there is none yet."""
+    def _extend_call(self, delta: dict[str, Any], text: str) -> None:
+        """Adds to the open call, and to its entry in `delta`, which is added where there is none yet."""
+        call = self._calls[-1]
+        call.arguments.append(text)
         entries: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
-        index = self._started_calls - 1
-        if new is not None:
-            function = {"name": new.name, "arguments": ""}
-            entries.append({"index": index, "id": new.id, "type": "function", "function": function})
-        elif not entries or entries[-1]["index"] != index:
-            entries.append({"index": index, "function": {"arguments": ""}})
-        return entries[-1]
+        index, (kind, part) = self._started_calls - 1, _PARTS[call.input is not None]
+        if not entries or entries[-1]["index"] != index:
+            entries.append({"index": index, kind: {part: ""}})
+        entries[-1][kind][part] += text
+
+
+_PARTS = (("function", "arguments"), ("custom", "input"))
+"""Where the text of a call is, of a function and of a custom tool."""

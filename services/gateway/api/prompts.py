@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
+from services.gateway.api.custom_tools.chat_tools import messages_as_functions, tools_as_functions
 from services.gateway.api.errors import (
     abbreviated,
     check_depth,
@@ -124,6 +125,8 @@ def read_tokenize(body: bytes, cards: list[ModelCard], limits: RequestLimits) ->
     if fields.media_io_kwargs:
         raise unsupported("media_io_kwargs", "anything but text")
     if fields.messages is not None:
+        fields.messages = messages_as_functions(fields.messages)
+        fields.tools, _ = tools_as_functions(fields.tools)
         return card, Encode(chat_prompt(fields.messages, fields, limits), strings)
     if fields.prompt is None:
         raise invalid("prompt", "either prompt or messages is required")

@@ -67,7 +67,7 @@ def read_tool_options(fields: ToolFields) -> ToolOptions | None:
         case _:
             forms = (
                 "'none', 'auto', 'required', "
-                '{"type": "function", "function": {"name": …}} or '
+                '{"type": "function", "function": {"name": …}}, {"type": "custom", "custom": {"name": …}} or '
                 '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": […]}}'
             )
             raise not_allowed("tool_choice", fields.tool_choice, f"{forms} is")

@@ -27,6 +27,8 @@ class ParserOptions(NamedTuple):
     """False: reasoning is dropped."""
     continued: bool = False
     """Whether the prompt ends with the beginning of the answer, or of its reasoning, which the output goes on with."""
+    custom: frozenset[str] = frozenset()
+    """Names of tools whose calls the client sees as one text in place of arguments."""
 
 
 class OutputParser:

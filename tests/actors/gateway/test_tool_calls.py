@@ -119,6 +119,44 @@ async def test_the_sdks_own_accumulator_understands_the_stream(memory_bus: Memor
     ]
 
 
+DIGITS = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}}
+CUSTOM: Any = [*TOOLS, {"type": "custom", "custom": {"name": "shell", "description": "Runs it.", "format": DIGITS}}]
+SHELL: Any = {"type": "custom", "custom": {"name": "shell"}}
+
+
+async def test_custom_tools_are_given_a_text(memory_bus: MemoryBus) -> None:
+    typed = 'echo "é"\n'
+    text = written("hermes", [Call("shell", {"input": typed}), PARIS, Call("shell", {"text": "ls"})])
+    async with speaking(memory_bus, text, Dialect("hermes")) as stack:
+        message = (await ask(stack, tools=CUSTOM)).choices[0].message
+        shell, weather, other = message.tool_calls
+        assert (shell.type, shell.custom.name, shell.custom.input) == ("custom", "shell", typed)
+        assert (weather.type, json.loads(weather.function.arguments)) == ("function", PARIS.arguments)
+        assert json.loads(other.custom.input) == {"text": "ls"}, "what the model wrote is not lost"
+        parts: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+        async for chunk in await ask(stack, tools=CUSTOM, stream=True):
+            for call in chunk.choices[0].delta.tool_calls or []:
+                parts[call.index].append(call.to_dict())
+        assert {(part.get("type"), part["custom"].get("name")) for part in parts[0]} == {
+            ("custom", "shell"),
+            (None, None),
+        }
+        assert "".join(part["custom"]["input"] for part in parts[0]) == typed
+        assert "".join(part["function"]["arguments"] for part in parts[1]) == weather.function.arguments
+        assert "".join(part["custom"]["input"] for part in parts[2]) == other.custom.input
+        result: Any = {"role": "tool", "tool_call_id": shell.id, "content": "é"}
+        allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [SHELL]}}
+        history = [*HELLO, message.model_dump(exclude_none=True), result]
+        for choice in (SHELL, allowed):
+            await stack.openai.chat.completions.create(model=MODEL, messages=history, tools=CUSTOM, tool_choice=choice)
+            asked = dispatched(stack)[-1]
+            assert isinstance(asked.prompt, ChatPrompt)
+            called, *_ = json.loads(asked.prompt.messages)[1]["tool_calls"]
+            assert (called["type"], json.loads(called["function"]["arguments"])) == ("function", {"input": typed})
+            assert "[0-9]+" in asked.grammar.text  # type: ignore[union-attr]
+            assert "weather" not in asked.grammar.text  # type: ignore[union-attr]
+
+
 async def test_every_choice_has_its_own_calls(memory_bus: MemoryBus) -> None:
     async with speaking(memory_bus, written("hermes", [PARIS]), Dialect("hermes")) as stack:
         answer = await ask(stack, tools=TOOLS, n=2, logprobs=True)
@@ -298,6 +336,15 @@ async def test_a_tools_answer_goes_back_as_it_came(memory_bus: MemoryBus) -> Non
         ),
         ({"tools": [*TOOLS, *TOOLS]}, "tools[1].function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": TOOLS, "tool_choice": SHELL}, "tool_choice"),
+        ({"tools": CUSTOM, "tool_choice": {"type": "custom", "custom": {"name": "weather"}}}, "tool_choice"),
+        ({"tools": [SHELL, SHELL]}, "tools[1].custom.name"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools[0].custom.name"),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "grammar"}}}]},
+            "tools[0].custom.format",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, None),
         (

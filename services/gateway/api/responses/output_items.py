@@ -8,8 +8,9 @@ from hashlib import blake2b
 from typing import Any, Literal, assert_never, get_args
 
 from services.gateway.api.chat import NewId, repeatable_ids
+from services.gateway.api.custom_tools.custom_input import CustomInput
 from services.gateway.api.logprobs import chat_logprobs
-from services.gateway.api.responses.tools import CallKind, CallTarget, CustomInput
+from services.gateway.api.responses.tools import CallKind, CallTarget
 from services.gateway.parsing.events import (
     ContentText,
     ParseEvent,

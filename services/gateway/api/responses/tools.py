@@ -5,16 +5,14 @@ Tools of a namespace have a joined name in the chat; custom tools, which take a 
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
+from services.gateway.api.custom_tools.custom_input import custom_arguments, custom_parameters
 from services.gateway.api.errors import check_depth, hosted_tool, invalid, not_allowed, unsupported
 
 SEPARATOR = "__"
 """Between a namespace and the name of its tool, as in vLLM and Codex."""
-CUSTOM_PARAMETER = "input"
 _FUNCTION_FIELDS = ("type", "name", "description", "parameters", "strict")
 _CUSTOM_FIELDS = ("type", "name", "description", "format")
 _NAMESPACE_FIELDS = ("type", "name", "description", "tools")
@@ -114,7 +112,7 @@ def _function(tool: dict[str, Any], path: str, namespace: str | None) -> dict[st
             raise not_allowed(f"{path}.name", name, "a text is")
         function["name"] = chat_name(name, namespace)
     if kind == "custom":
-        function |= _custom(tool.get("format"), f"{path}.format")
+        function |= custom_parameters(tool.get("format"), f"{path}.format")
     return {"type": "function", "function": function}
 
 
@@ -122,68 +120,6 @@ def _check_fields(tool: dict[str, Any], known: tuple[str, ...], path: str) -> No
     for name, value in tool.items():
         if name not in known and value is not None and (name, value) != ("defer_loading", False):
             raise unsupported(f"{path}.{name[:80]}", "this field of a tool")
-
-
-def _custom(form: Any, path: str) -> dict[str, Any]:
-    """The parameters of a function that is given one text."""
-    text: dict[str, Any] = {"type": "string"}
-    match form:
-        case None | {"type": "text"}:
-            strict = False
-        case {"type": "grammar", "syntax": "regex", "definition": str(pattern)}:
-            text["pattern"], strict = f"^(?:{pattern})$", True
-        case {"type": "grammar", "syntax": "lark"}:
-            raise unsupported(f"{path}.syntax", "a grammar of Lark's for the input of a tool")
-        case _:
-            raise not_allowed(path, form, '{"type": "text"} or {"type": "grammar", "syntax": "regex", …} is')
-    schema = {
-        "type": "object",
-        "properties": {CUSTOM_PARAMETER: text},
-        "required": [CUSTOM_PARAMETER],
-        "additionalProperties": False,
-    }
-    return {"parameters": schema, "strict": strict}
-
-
-def custom_arguments(text: str) -> str:
-    """Returns the arguments of the chat's call for the input of a custom tool."""
-    return json.dumps({CUSTOM_PARAMETER: text}, ensure_ascii=False)
-
-
-_BEGIN = re.compile(rf'\s*\{{\s*"{CUSTOM_PARAMETER}"\s*:\s*"')
-_WHOLE = re.compile(r'(?:[^"\\]|\\(?:[^u]|u[0-9a-fA-F]{4}))*')
-"""The part of a string's rest in which no escape is cut."""
-_HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
-
-
-class CustomInput:
-    """Owns what has arrived of a custom call's arguments, and is not read as its input yet."""
-
-    def __init__(self) -> None:
-        self._unread = ""
-        self._begun = self._ended = False
-
-    def feed(self, arguments: str) -> str:
-        """Returns what is known of the input beyond what was returned before, wherever the arguments are cut."""
-        self._unread += arguments
-        if not self._begun:
-            if (begin := _BEGIN.match(self._unread)) is None:
-                return ""
-            self._begun, self._unread = True, self._unread[begin.end() :]
-        if self._ended:
-            return ""
-        whole = _WHOLE.match(self._unread)
-        assert whole is not None
-        text = whole[0]
-        self._ended = self._unread[len(text) : len(text) + 1] == '"'
-        if not self._ended and (half := _HALF_PAIR.search(text)) is not None:
-            text = text[: half.start()]
-        self._unread = self._unread[len(text) :]
-        return str(json.loads(f'"{text}"', strict=False))
-
-    def rest(self) -> str:
-        """Returns what is left at the end: all of it where the arguments are not what was asked for."""
-        return "" if self._begun else self._unread
 
 
 def input_call(item: dict[str, Any], where: str) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Custom tools, which take a text: to a model they are functions of one parameter."""
