@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway.api.errors import RequestError, abbreviated
+from services.gateway.conversations.conversation_store import ConversationLimits, ConversationStore
 from services.gateway.database.records import CHUNK_BYTES, Database, DatabaseUnavailable, Record, RecordUnknown
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class StoredResponse(Struct, frozen=True, kw_only=True):
     """Bytes of the items, which are the record's first contents."""
     body: str | None = None
     """The JSON that asked for it, without its input, where it runs in the background."""
+    added: int = 0
+    """How many of the items, the last ones, the request itself has brought."""
     seed: int = 0
     """By which it draws then."""
     attempts: int = 1
@@ -73,6 +76,7 @@ class ResponseStore:
     def __init__(self, database: Database, limits: ResponseLimits, clock: Callable[[], float] = time.time) -> None:
         """`clock`: seconds since the epoch."""
         self.database, self._limits, self._clock = database, limits, clock
+        self.conversations = ConversationStore(database, ConversationLimits(*limits), clock)
         self._stored: Counter[str] = Counter()
         """By owner."""
 
@@ -147,6 +151,32 @@ class ResponseStore:
             text = f"{field}: {abbreviated(id)} is {stored.status}; one that is completed or incomplete is allowed"
             raise RequestError(400, text, param=field)
         return msgspec.json.encode([*msgspec.json.decode(items), *stored.response["output"]])
+
+    async def conversation(self, id: str, owner: str) -> bytes:
+        """Returns what goes on in a conversation begins with: its items, as a JSON array. Raises RequestError: 404
+        where it is not known, 400 where it is full."""
+        try:
+            await self.conversations.check_room(id, owner)
+            return msgspec.json.encode(await self.conversations.items(id, owner))
+        except DatabaseUnavailable as error:
+            raise _unavailable(error) from None
+
+    async def add_to_conversation(self, response: Response, items: bytes, added: int, owner: str) -> bool:
+        """Adds to a response's conversation, if it has one and has ended well, once: the last `added` of the `items`
+        that it went on from, and its output. False where the conversation does not take that any more. Raises
+        RequestError 503."""
+        if response.get("conversation") is None or response["status"] not in CONTINUED:
+            return True
+        id = response["conversation"]["id"]
+        new = [*msgspec.json.decode(items)[-added:], *response["output"]]
+        try:
+            await self.conversations.add(id, owner, new, response["id"])
+        except DatabaseUnavailable as error:
+            raise _unavailable(error) from None
+        except RequestError as error:
+            log.warning("conversation takes no more", extra={"conversation": id, "error": error.message})
+            return False
+        return True
 
     async def write(self, record: Record, stored: StoredResponse, due: float | None, holder: str = "") -> Record | None:
         """Writes what a response says now, and returns its next version; None where somebody else has written it.

@@ -35,6 +35,11 @@ from services.gateway.api.pooling.cohere import CohereEmbedFields
 from services.gateway.api.pooling.embeddings import EmbeddingFields, PoolingFields
 from services.gateway.api.pooling.scores import RerankFields, ScoreFields
 from services.gateway.api.prompts import DetokenizeFields, InvocationFields, TokenizeFields
+from services.gateway.api.responses.conversation import (
+    ConversationFields,
+    ConversationItemsFields,
+    ConversationUpdateFields,
+)
 from services.gateway.api.responses.request import ResponsesFields
 from services.gateway.api.sglang.request import SglangFields
 from services.gateway.api.tokens.generative_scores import GenerativeScoreFields
@@ -120,6 +125,14 @@ OPERATIONS = (
     Operation("DELETE", "/v1/responses/{id}", "Forget a response."),
     Operation("POST", "/v1/responses/{id}/cancel", "End a response that runs in the background."),
     Operation("GET", "/v1/responses/{id}/input_items", "All items that a response went on from."),
+    Operation("POST", "/v1/conversations", "Begin a conversation that responses go on from.", ConversationFields),
+    Operation("GET", "/v1/conversations/{id}", "One of them."),
+    Operation("POST", "/v1/conversations/{id}", "Change its metadata.", ConversationUpdateFields),
+    Operation("DELETE", "/v1/conversations/{id}", "Forget it, with its items."),
+    Operation("POST", "/v1/conversations/{id}/items", "Add items to it.", ConversationItemsFields),
+    Operation("GET", "/v1/conversations/{id}/items", "Its items.", parameters=("after", "limit", "order")),
+    Operation("GET", "/v1/conversations/{id}/items/{name}", "One of them."),
+    Operation("DELETE", "/v1/conversations/{id}/items/{name}", "Forget one of them."),
     Operation("POST", "/v1/messages", "The same as Anthropic's API has it.", MessagesFields, GENERATED),
     Operation("POST", "/v1/messages/render", "Such a prompt and sampling; nothing is generated.", MessagesFields),
     Operation("POST", "/v1/messages/count_tokens", "How many tokens such a prompt has.", MessagesTokensFields),
@@ -259,9 +272,10 @@ def _description(operation: Operation) -> dict[str, Any]:
     description: dict[str, Any] = {"summary": operation.summary, "responses": {"200": succeeded, "default": failed}}
     if operation.with_key:
         description["security"] = [{}, {"key": []}]
-    for name in ("name", "id"):
+    for name in ("id", "name"):
         if f"{{{name}}}" in operation.path:
-            description["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+            within = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            description.setdefault("parameters", []).append(within)
     if operation.resumable:
         resumed = {"name": "Last-Event-ID", "in": "header", "required": False, "schema": {"type": "string"}}
         description["parameters"] = [resumed]

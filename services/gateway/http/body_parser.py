@@ -37,6 +37,11 @@ from services.gateway.api.pooling.cohere import read_cohere_embed
 from services.gateway.api.pooling.embeddings import read_embedding, read_pooling_request
 from services.gateway.api.pooling.scores import read_rerank, read_score
 from services.gateway.api.prompts import read_detokenize, read_invocation, read_tokenize
+from services.gateway.api.responses.conversation import (
+    read_conversation,
+    read_conversation_items,
+    read_conversation_update,
+)
 from services.gateway.api.responses.request import read_input_tokens, read_responses
 from services.gateway.api.sglang.request import read_sglang
 from services.gateway.api.tokens.generative_scores import read_generative_scores
@@ -69,6 +74,9 @@ BodyKind = Literal[
     "cohere_rerank",
     "cohere_embed",
     "chat_batch",
+    "conversation",
+    "conversation_items",
+    "conversation_update",
     "count_tokens",
     "input_tokens",
     "ollama_chat",
@@ -152,6 +160,12 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_tokenize(body, context.cards, context.limits)
         case "detokenize":
             return read_detokenize(body, context.cards)
+        case "conversation":
+            return read_conversation(body)
+        case "conversation_items":
+            return read_conversation_items(body)
+        case "conversation_update":
+            return read_conversation_update(body)
         case "invocation":
             return read_invocation(body, context.cards)
 

@@ -31,6 +31,7 @@ from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.render import RenderedKind, RenderEndpoint
 from services.gateway.http.apis.responses import ResponsesEndpoint
 from services.gateway.http.apis.sglang import SglangEndpoint
+from services.gateway.http.apis.stored.conversations import ConversationEndpoints
 from services.gateway.http.apis.stored_responses import StoredResponseEndpoints
 from services.gateway.http.apis.tokens.generate import TokensEndpoint
 from services.gateway.http.apis.tokens.generative_scores import GenerativeScoresEndpoint
@@ -85,6 +86,7 @@ def all_routes(parts: EndpointParts) -> list[Route]:
     return [
         *routes.openai(info),
         *routes.responses(),
+        *routes.conversations(),
         *routes.anthropic(),
         *routes.ollama(),
         *routes.pooling(),
@@ -152,6 +154,22 @@ class _Routes:
             route("DELETE", "/v1/responses/{id}", stored.delete, "inference"),
             route("POST", "/v1/responses/{id}/cancel", stored.cancel, "inference"),
             route("GET", "/v1/responses/{id}/input_items", stored.input_items, "read-only"),
+        ]
+
+    def conversations(self) -> list[Route]:
+        """OpenAI's Conversations."""
+        route, background = self._route, self._parts.background
+        store = None if background is None else background.store.conversations
+        conversations = ConversationEndpoints(store, self._parts.parser)
+        return [
+            route("POST", "/v1/conversations", conversations.create, "inference"),
+            route("GET", "/v1/conversations/{id}", conversations.retrieve, "read-only"),
+            route("POST", "/v1/conversations/{id}", conversations.update, "inference"),
+            route("DELETE", "/v1/conversations/{id}", conversations.delete, "inference"),
+            route("POST", "/v1/conversations/{id}/items", conversations.add_items, "inference"),
+            route("GET", "/v1/conversations/{id}/items", conversations.items, "read-only"),
+            route("GET", "/v1/conversations/{id}/items/{name}", conversations.item, "read-only"),
+            route("DELETE", "/v1/conversations/{id}/items/{name}", conversations.delete_item, "inference"),
         ]
 
     def anthropic(self) -> list[Route]:

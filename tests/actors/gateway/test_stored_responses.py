@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,80 @@ async def test_parameters_are_refused_by_name(stack: GatewayStack, path: str, pa
 async def test_more_parameters_than_there_are_is_no_bug_of_the_server(stack: GatewayStack) -> None:
     answer = await stack.http.get("/v1/responses/resp_none?" + "&".join(f"p{n}=1" for n in range(100)))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "p0")
+
+
+async def test_a_conversation_goes_on_at_another_gateway(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    settings: Any = {"database_file": tmp_path / "database.sqlite"}
+    async with gateway_stack(memory_bus, **settings) as stack:
+        greeting: Any = [{"role": "system", "content": "Be short."}]
+        made = await stack.openai.conversations.create(items=greeting, metadata={"a": "b"})
+        assert (made.object, made.metadata) == ("conversation", {"a": "b"})
+        first = await create(stack, input="one", conversation=made.id)
+        assert first.conversation.id == made.id
+        stream = await create(stack, input="two", conversation={"id": made.id}, stream=True, store=False)
+        second = [event async for event in stream][-1].response
+        assert (second.conversation.id, second.store) == (made.id, False)
+    async with gateway_stack(memory_bus, instance="gateway-2", **settings) as other:
+        client = other.openai.conversations
+        begun = await create(other, input="three", conversation=made.id, background=True)
+        while (third := await other.openai.responses.retrieve(begun.id)).status != "incomplete":
+            pass
+        [asked] = [each for each in (*stack.ring.seen, *other.ring.seen) if isinstance(each, Tokenize)][-1:]
+        said_before = ["Be short.", "one", said(8), "two", said(8), "three"]
+        assert [each["content"] for each in msgspec.json.decode(asked.prompt.messages)] == said_before  # type: ignore[union-attr]
+        items: list[Any] = [item async for item in client.items.list(made.id, order="asc", limit=2)]
+        assert [item.content[0].text for item in items] == [*said_before, said(8)]
+        assert items[-1].id == third.output[0].id
+        newest = await client.items.list(made.id, limit=1)
+        assert (newest.data[0].id, newest.has_more) == (items[-1].id, True)
+        assert await client.items.retrieve(items[1].id, conversation_id=made.id) == items[1]
+        assert (await client.items.delete(items[1].id, conversation_id=made.id)).id == made.id
+        with pytest.raises(openai.NotFoundError):
+            await client.items.retrieve(items[1].id, conversation_id=made.id)
+        added = await client.items.create(made.id, items=[{"role": "user", "content": "four"}])
+        await other.openai.responses.input_tokens.count(model=MODEL, input="five", conversation=made.id)
+        left = [item.id async for item in client.items.list(made.id, order="asc", limit=100)]
+        assert left == [*(item.id for item in items if item is not items[1]), added.data[0].id]
+        assert (await client.update(made.id, metadata={"c": "d"})).metadata == {"c": "d"}
+        assert (await client.retrieve(made.id)).created_at == made.created_at
+        assert (await client.delete(made.id)).deleted
+        for refused in (client.retrieve(made.id), create(other, conversation=made.id), client.items.list(made.id)):
+            with pytest.raises(openai.NotFoundError, match="not found"):
+                await refused
+
+
+async def test_additions_to_a_conversation_at_once_are_all_kept_and_each_once(stack: GatewayStack) -> None:
+    client = stack.openai.conversations
+    made = await client.create()
+    texts = {str(i) for i in range(12)}
+    await asyncio.gather(*(client.items.create(made.id, items=[{"role": "user", "content": x}]) for x in texts))
+    items: list[Any] = [item async for item in client.items.list(made.id, limit=5)]
+    assert ({item.content[0].text for item in items}, len(items)) == (texts, 12)
+    response: Any = {"id": "resp_1", "status": "completed", "conversation": {"id": made.id}, "output": [{"id": "o"}]}
+    store = stack.gateway._background[0].store
+    for _ in range(2):  # as a gateway does that takes up what another one has nearly ended
+        assert await store.add_to_conversation(response, b'[{"id": "a"}, {"id": "b"}]', 1, "")
+    assert [item["id"] for item in await store.conversations.items(made.id, "")][12:] == ["b", "o"]
+
+
+async def test_conversations_have_bounds(
+    stack: GatewayStack, memory_bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, user = stack.openai.conversations, {"role": "user", "content": "hi"}
+    made = await client.create(items=[user])  # type: ignore[list-item]
+    monkeypatch.setattr("services.gateway.conversations.conversation_store.MAX_ITEMS", 1)
+    for refused in (client.items.create(made.id, items=[user]), create(stack, conversation=made.id)):  # type: ignore[list-item]
+        with pytest.raises(openai.BadRequestError, match="at most 1"):
+            await refused
+    for call in (
+        client.create(items=[user] * 21),  # type: ignore[list-item]
+        client.create(items=[{"type": "item_reference", "id": "x"}]),
+        client.create(metadata={"a": "x" * 513}),
+        client.update(made.id, metadata=None, extra_body={"metadata": 3}),
+        client.items.list(made.id, limit=0),
+    ):
+        with pytest.raises(openai.BadRequestError):
+            await call
+    async with gateway_stack(memory_bus, instance="gateway-2") as without:
+        with pytest.raises(openai.NotFoundError, match="database"):
+            await without.openai.conversations.create()

@@ -95,18 +95,19 @@ def _function(custom: Any, path: str) -> dict[str, Any]:
 
 
 def _choice(choice: str | dict[str, Any] | None, names: frozenset[str]) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict):
+        return choice
     match choice:
-        case {"type": "custom"}:
-            return _chosen(choice, names)
         case {"type": "allowed_tools", "allowed_tools": {"tools": [*allowed]}}:
             named = [_chosen(each, names) for each in allowed]
             return {**choice, "allowed_tools": {**choice["allowed_tools"], "tools": named}}
         case _:
-            return choice
+            chosen: dict[str, Any] = _chosen(choice, names)
+            return chosen
 
 
 def _chosen(choice: Any, names: frozenset[str]) -> Any:
-    """One tool among those that may be called."""
+    """One tool among those that may be called; what is no choice of a custom tool is returned as it is."""
     match choice:
         case {"type": "custom", "custom": {"name": str(name)}} | {"type": "custom", "name": str(name)}:
             if name not in names:

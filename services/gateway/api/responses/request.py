@@ -6,7 +6,7 @@ Unknown fields are refused by name, as an answer without their effect would not 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -24,6 +24,7 @@ from services.gateway.api.errors import (
 from services.gateway.api.fields.reasoning_effort import REASONING_EFFORTS
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
 from services.gateway.api.responses.input_items import Item, Turns, add_items, is_developers, is_unfinished, numbered
+from services.gateway.api.responses.metadata import check_metadata
 from services.gateway.api.responses.tools import chat_tool_choice, chat_tools
 from services.gateway.api.structured_outputs import ResponseFormat, StructuredOutputs
 from services.gateway.parsing.output_dialect import OutputDialect
@@ -34,10 +35,6 @@ from shared.packing import NOT_DECODED
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 """What clients that store nothing ask for, to send the reasoning back: it is in its items anyway, in the clear."""
-MAX_METADATA = 16
-MAX_METADATA_KEY = 64
-MAX_METADATA_VALUE = 512
-"""Characters. OpenAI's limits."""
 
 
 class ReasoningFields(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +92,7 @@ class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: ResponseStreamFields | None = None
     store: bool | None = None
     previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
     background: bool | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -125,7 +123,6 @@ class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     request_id: str | None = None
     session_id: str | None = None
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
-    conversation: Any = None
     prompt: Any = None
     context_management: Any = None
     moderation: Any = None
@@ -145,7 +142,6 @@ _SHARED = (
 )
 """Fields that a chat has with the same meaning."""
 _UNSUPPORTED = {
-    "conversation": "a stored conversation",
     "prompt": "a prompt template",
     "context_management": "managing the context",
     "moderation": "moderation",
@@ -175,33 +171,58 @@ class ResponseRequest(Struct, frozen=True):
     """Whether the client wants it to be stored; None: it does not say."""
     items: bytes
     """All that it goes on from, as it is stored: a JSON array."""
+    added: int
+    """How many of them, the last ones, the request itself brings."""
     background: bool
     """Whether it is generated without its client."""
+
+    @property
+    def conversation(self) -> str | None:
+        """The conversation that it goes on from, and adds to."""
+        named: dict[str, str] | None = self.echoed["conversation"]
+        return None if named is None else named["id"]
+
+
+class Continuation(NamedTuple):
+    """What is stored and gone on from; one of them, or none."""
+
+    response: str | None = None
+    conversation: str | None = None
 
 
 class _PreviousFields(Struct):
     previous_response_id: Any = None
+    conversation: Any = None
 
 
 _decoder = msgspec.json.Decoder(ResponsesFields)
 _previous_decoder = msgspec.json.Decoder(_PreviousFields)
 
 
-def previous_response(body: bytes) -> str | None:
-    """Returns the stored response that a body goes on from; None where that is none, or the body is not in order."""
-    if b'"previous_response_id"' not in body:
-        return None
+def continuation(body: bytes) -> Continuation:
+    """Returns what a body goes on from; nothing where the body is not in order."""
+    if b'"previous_response_id"' not in body and b'"conversation"' not in body:
+        return Continuation()
     try:
-        found = _previous_decoder.decode(body).previous_response_id
+        found = _previous_decoder.decode(body)
     except NOT_DECODED:
-        return None
-    return found if isinstance(found, str) else None
+        return Continuation()
+    previous = found.previous_response_id
+    return Continuation(previous if isinstance(previous, str) else None, _conversation_id(found.conversation))
+
+
+def _conversation_id(given: Any) -> str | None:
+    match given:
+        case str(id) | {"id": str(id)}:
+            return id
+        case _:
+            return None
 
 
 def job_body(body: bytes) -> str:
     """Returns a checked body without its input, for `again`."""
     fields = FIELDS.decode(body)
-    for name in ("input", "previous_response_id"):
+    for name in ("input", "previous_response_id", "conversation"):
         fields.pop(name, None)
     return msgspec.json.encode(fields).decode()
 
@@ -224,6 +245,8 @@ def read_responses(
     fields = decode_body(body, _decoder)
     card = check_generates(choose_model(fields.model, cards))
     _check(fields)
+    if fields.conversation is not None:
+        _check_conversation(fields, history)
     if fields.previous_response_id is not None and history is None:
         raise unsupported("previous_response_id", "going on from a stored response where nothing is stored")
     earlier: list[Item] = [] if history is None else msgspec.json.decode(history)
@@ -233,8 +256,10 @@ def read_responses(
         generation = chat_request(chat, cards, limits, dialect_of, kind="responses")
     except RequestError as error:
         raise _in_their_words(error) from None
-    items = b"" if fields.store is False else msgspec.json.encode([*earlier, *numbered(fields.input)])
-    return ResponseRequest(generation, _echoed(fields), fields.store, items, bool(fields.background))
+    added, items = numbered(fields.input), b""
+    if fields.store is not False or fields.conversation is not None:
+        items = msgspec.json.encode([*earlier, *added])
+    return ResponseRequest(generation, _echoed(fields), fields.store, items, len(added), bool(fields.background))
 
 
 def read_input_tokens(
@@ -251,6 +276,15 @@ def read_input_tokens(
         if name not in _COUNTED:
             raise invalid(abbreviated(name)[1:-1], f"this field is not known; {', '.join(_COUNTED)} are")
     return read_responses(body, cards, limits, dialect_of, history).generation
+
+
+def _check_conversation(fields: ResponsesFields, history: bytes | None) -> None:
+    if _conversation_id(fields.conversation) is None:
+        raise not_allowed("conversation", fields.conversation, 'the id of a conversation, or {"id": …}, is')
+    if fields.previous_response_id is not None:
+        raise invalid("conversation", "not allowed together with previous_response_id")
+    if history is None:
+        raise unsupported("conversation", "a conversation where nothing is stored")
 
 
 def _check(fields: ResponsesFields) -> None:
@@ -273,16 +307,7 @@ def _check(fields: ResponsesFields) -> None:
             raise not_allowed(f"include[{i}]", name, f"'{LOGPROBS}' or '{ENCRYPTED_REASONING}' is")
     if fields.top_logprobs and LOGPROBS not in (fields.include or []):
         raise invalid("top_logprobs", f"only allowed where include has '{LOGPROBS}'")
-    _check_metadata(fields.metadata or {})
-
-
-def _check_metadata(metadata: dict[str, str]) -> None:
-    if len(metadata) > MAX_METADATA:
-        raise invalid("metadata", f"{len(metadata)} pairs are not allowed; at most {MAX_METADATA}")
-    for key, value in metadata.items():
-        if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            rule = f"keys have at most {MAX_METADATA_KEY} characters, values at most {MAX_METADATA_VALUE}"
-            raise not_allowed("metadata", {key: value}, rule)
+    check_metadata(fields.metadata or {})
 
 
 def _chat_fields(
@@ -375,6 +400,7 @@ def _echoed(fields: ResponsesFields) -> dict[str, Any]:
         **{name: getattr(fields, name) for name in _ECHOED},
         "prompt_cache_options": None if cached is None else {name: getattr(cached, name) for name in shown},
         "background": bool(fields.background),
+        "conversation": None if fields.conversation is None else {"id": _conversation_id(fields.conversation)},
         "store": False,
         "metadata": fields.metadata or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,

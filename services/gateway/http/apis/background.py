@@ -97,7 +97,11 @@ class BackgroundResponses:
         queued = response_object(header, asked.echoed, "queued")
         with_seed = self._seeded(generation, None)
         stored = StoredResponse(
-            response=queued, items_size=len(asked.items), body=job_body(body), seed=with_seed.seed or 0
+            response=queued,
+            items_size=len(asked.items),
+            body=job_body(body),
+            added=asked.added,
+            seed=with_seed.seed or 0,
         )
         record = self.store.record(call.key.name, stored).changed(due=self._clock() + LEASE, holder=self._gateway)
         await self.store.insert(record, asked.items)
@@ -159,9 +163,12 @@ class BackgroundResponses:
             await self.store.write(record, replace(stored, response=stored.response | ending), due=None)
             return
         if former and former[-1]["type"] in LAST:  # only its record does not say so yet
-            await self.store.write(record, replace(stored, response=former[-1]["response"]), due=None)
+            try:
+                await self._end(record, stored, former[-1]["response"])
+            except RequestError:
+                await self._put_back(record, stored, CLAIM_EVERY)
             return
-        echoed = {name: stored.response[name] for name in asked.echoed}
+        echoed = {name: stored.response.get(name, value) for name, value in asked.echoed.items()}
         log.info("response taken up", extra={"request": record.id, "attempt": stored.attempts, "events": len(former)})
         self._run(
             BackgroundJob(
@@ -258,7 +265,7 @@ class BackgroundResponses:
             await self._store_events(job)
             try:
                 if not job.writer.waiting and not job.lost:
-                    written = await self.store.write(job.record, replace(job.stored, response=ended), due=None)
+                    written = await self._end(job.record, job.stored, ended)
                     job.lost = True
                     if written is None:
                         log.warning("response ended elsewhere", extra={"request": job.record.id})
@@ -266,6 +273,15 @@ class BackgroundResponses:
             except RequestError:
                 pass
             await asyncio.sleep(1.0)
+
+    async def _end(self, record: Record, stored: StoredResponse, ended: dict[str, Any]) -> Record | None:
+        """Writes how a response has ended, in its conversation first; see `ResponseStore.write`. Raises
+        RequestError."""
+        if ended.get("conversation") is not None:
+            items = await self.store.items(record.id, stored)
+            if not await self.store.add_to_conversation(ended, items, stored.added, record.owner):
+                ended = ended | {"conversation": None}
+        return await self.store.write(record, replace(stored, response=ended), due=None)
 
     def _give_up(self, job: BackgroundJob) -> None:
         job.lost = True

@@ -12,7 +12,7 @@ from services.gateway.api.errors import RequestError, invalid, unsupported
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
 from services.gateway.api.responses.events import ResponseEvents
-from services.gateway.api.responses.request import ResponseRequest, previous_response
+from services.gateway.api.responses.request import ResponseRequest, continuation
 from services.gateway.http.access import AccessControl
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.stored_responses import follow_events
@@ -140,9 +140,14 @@ class ResponsesEndpoint(GeneratingEndpoint):
 
     async def _history(self, call: Call, body: bytes) -> bytes | None:
         """What a body goes on from, where it is stored. Raises RequestError."""
-        if self._store is None or (previous := previous_response(body)) is None:
+        if self._store is None:
             return None
-        return await self._store.history(previous, call.key.name)
+        found = continuation(body)
+        if found.response is not None:
+            return await self._store.history(found.response, call.key.name)
+        if found.conversation is not None:
+            return await self._store.conversation(found.conversation, call.key.name)
+        return None
 
     async def input_tokens(self, call: Call) -> None:
         """`/v1/responses/input_tokens`: how many tokens the prompt has; of an image an encoder says it. Raises
@@ -157,8 +162,13 @@ class ResponsesEndpoint(GeneratingEndpoint):
         await call.respond_json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     async def _kept(self, call: Call, asked: ResponseRequest, response: dict[str, Any]) -> dict[str, Any]:
-        """The response, stored where it is to be. One that the database does not take says that it is not stored."""
-        if self._store is None or not asked.store:
+        """The response, stored where it is to be. One that the database does not take says that it is not stored, and
+        in no conversation."""
+        if self._store is None:
+            return response
+        if asked.conversation is not None and not await self._added(call, asked, response):
+            response = response | {"conversation": None}
+        if not asked.store:
             return response
         record = self._store.record(call.key.name, StoredResponse(response=response, items_size=len(asked.items)))
         try:
@@ -166,3 +176,11 @@ class ResponsesEndpoint(GeneratingEndpoint):
         except RequestError:
             return response | {"store": False}
         return response
+
+    async def _added(self, call: Call, asked: ResponseRequest, response: dict[str, Any]) -> bool:
+        """Whether the response is in its conversation now."""
+        assert self._store is not None
+        try:
+            return await self._store.add_to_conversation(response, asked.items, asked.added, call.key.name)
+        except RequestError:
+            return False

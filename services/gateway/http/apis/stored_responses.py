@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 import msgspec
 
 from services.gateway.api.errors import RequestError, abbreviated, invalid, not_allowed, unsupported
-from services.gateway.api.responses.request import LOGPROBS
 from services.gateway.http.apis.background import BackgroundResponses
-from services.gateway.http.apis.files import listed
+from services.gateway.http.apis.stored.item_page import ItemPage, number_of, read_query
 from services.gateway.http.call import Call
 from services.gateway.http.generation import EVENT_STREAM, STREAM_HEADERS, StreamSettings
 from services.gateway.http.streaming import KEEP_ALIVE, event_frame
@@ -19,8 +17,6 @@ from services.gateway.response_store import ENDED, ResponseStore
 
 POLL_EVERY = 0.25
 """Seconds between two looks at whether there are further events."""
-MAX_LISTED = 100
-DEFAULT_LISTED = 20
 
 
 class StoredResponseEndpoints:
@@ -32,13 +28,13 @@ class StoredResponseEndpoints:
 
     async def get(self, call: Call) -> None:
         """`GET /v1/responses/{id}`; with `stream` its events. Raises RequestError."""
-        query = _query(call, "include", "stream", "starting_after", "include_obfuscation")
+        query = read_query(call, "include", "stream", "starting_after", "include_obfuscation")
         for name in ("stream", "include_obfuscation"):
             if query.get(name, "false") not in ("true", "false"):
                 raise not_allowed(name, query[name], "'true' or 'false' is")
         if query.get("include_obfuscation") == "true":
             raise unsupported("include_obfuscation", "obfuscation")
-        after = _number(query, "starting_after", 0, 10**11, -1)
+        after = number_of(query, "starting_after", 0, 10**11, -1)
         background, id = self._named(call)
         _, stored = await background.store.find(id, call.key.name)
         if query.get("stream") != "true":
@@ -63,21 +59,10 @@ class StoredResponseEndpoints:
 
     async def input_items(self, call: Call) -> None:
         """`GET /v1/responses/{id}/input_items`: all items that it went on from. Raises RequestError."""
-        query = _query(call, "include", "limit", "order", "after")
-        limit = _number(query, "limit", 1, MAX_LISTED, DEFAULT_LISTED)
-        if (order := query.get("order", "desc")) not in ("asc", "desc"):
-            raise not_allowed("order", order, "'asc' or 'desc' is")
+        page = ItemPage(call)
         background, id = self._named(call)
         _, stored = await background.store.find(id, call.key.name)
-        items: list[dict[str, Any]] = msgspec.json.decode(await background.store.items(id, stored))
-        if order == "desc":
-            items.reverse()
-        if (after := query.get("after")) is not None:
-            places = [i for i, item in enumerate(items) if item["id"] == after]
-            if not places:
-                raise not_allowed("after", after, "the id of one of the items is")
-            items = items[places[0] + 1 :]
-        await call.respond_json(listed(items[:limit], len(items) > limit))
+        await call.respond_json(page.of(msgspec.json.decode(await background.store.items(id, stored))))
 
     def _named(self, call: Call) -> tuple[BackgroundResponses, str]:
         id: str = call.scope["path_params"]["id"]
@@ -128,25 +113,3 @@ async def _sent(call: Call, data: bytes, settings: StreamSettings) -> bool:
         call.connection.abort()
         return False
     return True
-
-
-def _query(call: Call, *known: str) -> dict[str, str]:
-    """The parameters of a call by name; lists are checked only. Raises RequestError 400 for one that is not known."""
-    query: dict[str, str] = {}
-    for name, value in call.query():
-        name = name.removesuffix("[]")
-        if name not in known:
-            raise invalid(abbreviated(name)[1:-1] or "query", "this parameter is not known")
-        if name == "include" and value != LOGPROBS:
-            raise unsupported("include", abbreviated(value))
-        query[name] = value
-    return query
-
-
-def _number(query: dict[str, str], name: str, low: int, high: int, default: int) -> int:
-    text = query.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) < 12 and low <= int(text) <= high):
-        raise not_allowed(name, text, f"a number from {low} to {high} is")
-    return int(text)

@@ -273,6 +273,8 @@ def test_effort_is_what_the_chat_template_takes() -> None:
         ({"stream_options": {"include_obfuscation": False}}, "stream_options", "stream is true"),
         ({"service_tier": "flex"}, "service_tier", "default"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
+        ({"conversation": {"name": "x"}}, "conversation", "id"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation", "together"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt", "template"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ({"n": 2}, "n", "not known"),

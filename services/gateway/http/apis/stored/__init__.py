@@ -1,0 +1,1 @@
+"""Endpoints of what is stored item by item."""

@@ -1,0 +1,60 @@
+"""Lists of items, as OpenAI pages them; and the parameters behind a path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.api.errors import abbreviated, invalid, not_allowed, unsupported
+from services.gateway.api.responses.request import LOGPROBS
+from services.gateway.http.apis.files import listed
+from services.gateway.http.call import Call
+
+MAX_LISTED = 100
+DEFAULT_LISTED = 20
+
+
+class ItemPage:
+    """Which of some items a call asks for."""
+
+    def __init__(self, call: Call) -> None:
+        """Raises RequestError 400."""
+        query = read_query(call, "include", "limit", "order", "after")
+        self._limit = number_of(query, "limit", 1, MAX_LISTED, DEFAULT_LISTED)
+        self._after, self._order = query.get("after"), query.get("order", "desc")
+        if self._order not in ("asc", "desc"):
+            raise not_allowed("order", self._order, "'asc' or 'desc' is")
+
+    def of(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns them; `items`: all, the oldest first. Raises RequestError 400."""
+        if self._order == "desc":
+            items = items[::-1]
+        if self._after is not None:
+            places = [i for i, item in enumerate(items) if item["id"] == self._after]
+            if not places:
+                raise not_allowed("after", self._after, "the id of one of the items is")
+            items = items[places[0] + 1 :]
+        return listed(items[: self._limit], len(items) > self._limit)
+
+
+def read_query(call: Call, *known: str) -> dict[str, str]:
+    """Returns the parameters of a call by name; lists are checked only. Raises RequestError 400 for one that is not
+    known."""
+    query: dict[str, str] = {}
+    for name, value in call.query():
+        name = name.removesuffix("[]")
+        if name not in known:
+            raise invalid(abbreviated(name)[1:-1] or "query", "this parameter is not known")
+        if name == "include" and value != LOGPROBS:
+            raise unsupported("include", abbreviated(value))
+        query[name] = value
+    return query
+
+
+def number_of(query: dict[str, str], name: str, low: int, high: int, default: int) -> int:
+    """Returns a parameter that is a number. Raises RequestError 400."""
+    text = query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and low <= int(text) <= high):
+        raise not_allowed(name, text, f"a number from {low} to {high} is")
+    return int(text)
