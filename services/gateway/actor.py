@@ -36,6 +36,7 @@ from services.gateway.http.admin.pauses import PauseEndpoints
 from services.gateway.http.admin.sleeps import SleepEndpoints
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
+from services.gateway.http.apis.message_batches import MessageBatchEndpoints
 from services.gateway.http.app import build_app
 from services.gateway.http.body_parser import BodyContext, BodyKind, BodyParser
 from services.gateway.http.certificates import CertificateError, CertificateWatcher
@@ -177,6 +178,7 @@ class Gateway(Actor):
             pauses=pauses,
             sleeps=SleepEndpoints(self.bus, self.requests, pauses),
             batches=self._batch_endpoints(),
+            message_batches=self._message_batch_endpoints(),
             sounds=AudioDecoder(config.max_audio_s, config.audio_decode_s),
             provider=self.provider,
             lora_registry=None if config.lora_registry is None else LoraRegistry(config.lora_registry),
@@ -199,6 +201,13 @@ class Gateway(Actor):
         if self.database is None or self.files is None or self.batch_runner is None:
             return BatchEndpoints(None, lambda: None)
         return BatchEndpoints(BatchStore(self.database, self.files, self._config.max_batches), self.batch_runner.wake)
+
+    def _message_batch_endpoints(self) -> MessageBatchEndpoints:
+        config, timeout = self._config, self._config.stream_settings().read_timeout
+        if self.database is None or self.files is None or self.batch_runner is None:
+            return MessageBatchEndpoints(None, None, lambda: None, config.max_batch_lines, timeout)
+        store = BatchStore(self.database, self.files, config.max_batches, prefix="msgbatch_")
+        return MessageBatchEndpoints(store, self.files, self.batch_runner.wake, config.max_batch_lines, timeout)
 
     def _make_batch_runner(self, database: Database, files: FileStore) -> BatchRunner:
         limits = self._config.batch_limits()

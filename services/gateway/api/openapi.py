@@ -23,6 +23,7 @@ from services.gateway.api.anthropic.request import MessagesFields, MessagesToken
 from services.gateway.api.audio.request import TranscriptionFields, TranslationFields
 from services.gateway.api.batches.batch import BatchFields
 from services.gateway.api.batches.files import UploadFields
+from services.gateway.api.batches.message_batch import MessageBatchFields
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.chat_batch import ChatBatchFields
 from services.gateway.api.completions import CompletionFields
@@ -136,6 +137,12 @@ OPERATIONS = (
     Operation("POST", "/v1/messages", "The same as Anthropic's API has it.", MessagesFields, GENERATED),
     Operation("POST", "/v1/messages/render", "Such a prompt and sampling; nothing is generated.", MessagesFields),
     Operation("POST", "/v1/messages/count_tokens", "How many tokens such a prompt has.", MessagesTokensFields),
+    Operation("POST", "/v1/messages/batches", "Answer such requests, when there is time.", MessageBatchFields),
+    Operation("GET", "/v1/messages/batches", "The key's.", parameters=("after_id", "before_id", "limit")),
+    Operation("GET", "/v1/messages/batches/{name}", "One of them."),
+    Operation("DELETE", "/v1/messages/batches/{name}", "Remove it, with its results."),
+    Operation("POST", "/v1/messages/batches/{name}/cancel", "Answer no more of its requests."),
+    Operation("GET", "/v1/messages/batches/{name}/results", "Its results.", None, ("application/x-jsonl",)),
     Operation("POST", "/api/chat", "The same as Ollama's API has it.", OllamaChatFields, LINES),
     Operation("POST", "/api/generate", "Go on from one prompt, as Ollama's API has it.", OllamaGenerateFields, LINES),
     Operation("GET", "/api/tags", "All models that generate, as Ollama's API lists them."),

@@ -31,7 +31,7 @@ class BatchInput:
         seen: dict[bytes, int] = {}
         errors: list[BatchLineError] = []
         requests = 0
-        async for number, line in self._lines():
+        async for number, line in self.lines():
             requests += 1
             if requests > max_lines:
                 errors.append(BatchLineError("too_many_lines", f"more than the {max_lines} requests that are allowed"))
@@ -46,7 +46,7 @@ class BatchInput:
     async def requests(self) -> AsyncIterator[tuple[int, BatchRequest]]:
         """Yields the requests of a validated file with the numbers of their lines; those before its end, where the file
         is removed meanwhile."""
-        async for number, line in self._lines():
+        async for number, line in self.lines():
             request = read_line(number, line)
             if isinstance(request, BadLine):
                 return  # the rest of a line of a file that went meanwhile
@@ -67,7 +67,7 @@ class BatchInput:
             return BatchLineError("duplicate_custom_id", text, number, "custom_id")
         return None
 
-    async def _lines(self) -> AsyncIterator[tuple[int, bytes]]:
+    async def lines(self) -> AsyncIterator[tuple[int, bytes]]:
         """Yields each line that is not blank with its number, counted from 1. What is too long is cut off one byte
         behind that."""
         number, rest = 0, b""

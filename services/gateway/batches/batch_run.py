@@ -48,6 +48,8 @@ BUSY = (429, 503)
 """Statuses that say: not now."""
 RETRY = Backoff(first=0.25, longest=15.0)
 DATABASE_RETRY = Backoff(first=0.1, longest=2.0)
+EXPIRED = b'"response":null,"error":{"code":"batch_expired"'
+"""In the results of a line that has expired; in texts quotes are escaped."""
 MAX_WRITTEN = 64
 """Answers that are written in one transaction."""
 
@@ -77,6 +79,8 @@ class BatchPartCount:
     lines: int = 0
     size: int = 0
     """Bytes."""
+    expired: int = 0
+    """Lines that say so."""
 
 
 class _WindowEnded(Exception):
@@ -180,7 +184,8 @@ class BatchRun:
                 return
             state = change(self._state)
             if self._results_version is not None:
-                counts = {"completed": self._parts[False].lines, "failed": self._parts[True].lines}
+                failed = self._parts[True]
+                counts = {"completed": self._parts[False].lines, "failed": failed.lines, "expired": failed.expired}
                 state = msgspec.structs.replace(state, **counts)
             due = self._clock() + self._limits.lease
             changed = {"value": msgspec.json.encode(state), "due": due, **fields}
@@ -379,6 +384,7 @@ def _count(parts: dict[bool, BatchPartCount], data: bytes) -> None:
     part = parts[data[:1] == mark(failed=True)]
     part.lines += 1
     part.size += len(data) - 1
+    part.expired += EXPIRED in data
 
 
 def _with_priority(body: bytes) -> bytes:

@@ -191,6 +191,19 @@ class FileStore:
                     yield data[1:]
             position = chunks[-1][0]
 
+    async def results(self, batch: str) -> AsyncIterator[tuple[int, bytes]]:
+        """Yields all results of a batch with the numbers of their lines, in order."""
+        position = -1
+        while chunks := await self._database.chunks(RESULTS, batch, position):
+            for position, data in chunks:
+                yield position, data[1:]
+
+    async def delete_results(self, batch: str) -> None:
+        """Removes the results of a batch, and the files that show them."""
+        for failed in (False, True):
+            await self._database.delete(FILES, part_id(BatchPart(batch, failed)))
+        await self._database.delete(RESULTS, batch)
+
     async def delete(self, owner: str, id: str) -> None:
         """With both files of a batch its results go. Raises RequestError 404."""
         part = (await self.get(owner, id)).file.part

@@ -27,6 +27,7 @@ from services.gateway.http.apis.chat_batch import ChatBatchEndpoint
 from services.gateway.http.apis.decisions import DecisionsEndpoint
 from services.gateway.http.apis.files import FileEndpoints
 from services.gateway.http.apis.invocations import InvocationsEndpoint
+from services.gateway.http.apis.message_batches import MessageBatchEndpoints
 from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.render import RenderedKind, RenderEndpoint
 from services.gateway.http.apis.responses import ResponsesEndpoint
@@ -65,6 +66,7 @@ class EndpointParts:
     pauses: PauseEndpoints
     sleeps: SleepEndpoints
     batches: BatchEndpoints
+    message_batches: MessageBatchEndpoints
     sounds: AudioDecoder
     """Decodes what is to be transcribed."""
     provider: OverflowProvider | None
@@ -212,7 +214,7 @@ class _Routes:
         return [self._route("POST", path, self._pooled(kind), "inference") for path, kind in kinds.items()]
 
     def files_and_batches(self) -> list[Route]:
-        """OpenAI's files and batches; requests of a batch count for its key, these calls do not."""
+        """OpenAI's files and batches, and Anthropic's; requests of a batch count for its key, these calls do not."""
         files, batches = FileEndpoints(self._parts.file_store, self._parts.settings.read_timeout), self._parts.batches
         handlers = (
             ("POST", "/v1/files", files.create),
@@ -225,7 +227,19 @@ class _Routes:
             ("GET", "/v1/batches/{name}", batches.retrieve),
             ("POST", "/v1/batches/{name}/cancel", batches.cancel),
         )
-        return [self._route(*handler, "inference", counted=False) for handler in handlers]
+        batched = self._parts.message_batches
+        of_messages = (
+            ("POST", "/v1/messages/batches", batched.create),
+            ("GET", "/v1/messages/batches", batched.list),
+            ("GET", "/v1/messages/batches/{name}", batched.retrieve),
+            ("DELETE", "/v1/messages/batches/{name}", batched.delete),
+            ("POST", "/v1/messages/batches/{name}/cancel", batched.cancel),
+            ("GET", "/v1/messages/batches/{name}/results", batched.results),
+        )
+        return [
+            *(self._route(*handler, "inference", counted=False) for handler in handlers),
+            *(self._route(*handler, "inference", ANTHROPIC, counted=False) for handler in of_messages),
+        ]
 
     def process(self, info: InfoEndpoints) -> list[Route]:
         """Of this gateway: whether it lives, what it measures."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
+from services.gateway.batches.batch_run import BATCH_PRIORITY
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.dialects import Dialect
 from shared.messages.tokenizer import Tokenize
@@ -132,3 +135,86 @@ async def test_the_key_may_come_as_the_sdk_sends_it(memory_bus: MemoryBus) -> No
         stranger = client.with_options(api_key="key-2")
         with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
             await stranger.messages.create(model=MODEL, messages=HELLO, max_tokens=1)
+
+
+def requests(*texts: str, **fields: Any) -> Any:
+    given = {"model": MODEL, "max_tokens": 3} | fields
+    return [
+        {"custom_id": f"n{i}", "params": given | {"messages": [{"role": "user", "content": text}]}}
+        for i, text in enumerate(texts)
+    ]
+
+
+async def batch_ended(client: AsyncAnthropic, id: str) -> Any:
+    async with asyncio.timeout(60):
+        while (batch := await client.messages.batches.retrieve(id)).processing_status != "ended":
+            await asyncio.sleep(0.05)
+    return batch
+
+
+async def results_of(client: AsyncAnthropic, id: str) -> dict[str, Any]:
+    return {each.custom_id: each.result async for each in await client.messages.batches.results(id)}
+
+
+async def test_batches_of_messages(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    async with (
+        gateway_stack(memory_bus, database_file=tmp_path / "database.sqlite") as stack,
+        client_of(stack) as client,
+    ):
+        batches = client.messages.batches
+        made = await batches.create(requests=requests("one", "two"))
+        assert made.id.startswith("msgbatch_")
+        assert (made.processing_status, made.request_counts.processing, made.results_url) == ("in_progress", 2, None)
+        assert (made.expires_at - made.created_at).total_seconds() == 24 * 3600
+        done = await batch_ended(client, made.id)
+        assert (done.request_counts.succeeded, done.request_counts.processing) == (2, 0)
+        assert done.ended_at is not None
+        results = await results_of(client, made.id)
+        assert {each.message.content[0].text for each in results.values()} == {said(3)}
+        [asked, _] = [each for each in stack.ring.seen if isinstance(each, Tokenize)]
+        assert asked.priority == BATCH_PRIORITY
+
+        wrong = await batches.create(requests=requests("hot", top_p=9))
+        assert (await batch_ended(client, wrong.id)).request_counts.errored == 1
+        refused = (await results_of(client, wrong.id))["n0"]
+        assert (refused.type, refused.error.error.type) == ("errored", "invalid_request_error")
+        assert "top_p" in refused.error.error.message
+
+        held = await batches.create(requests=requests("three", "HOLD"))
+        with pytest.raises(anthropic.BadRequestError, match="not ended"):
+            await batches.delete(held.id)
+        await eventually(lambda: len(stack.gateway.requests) == 1)
+        assert (await batches.cancel(held.id)).processing_status == "canceling"
+        cancelled = await batch_ended(client, held.id)
+        assert (cancelled.request_counts.succeeded, cancelled.request_counts.canceled) == (1, 1)
+        assert {name: each.type for name, each in (await results_of(client, held.id)).items()} == {
+            "n0": "succeeded",
+            "n1": "canceled",
+        }
+        assert (await stack.openai.batches.list()).data == []
+        assert [each.id async for each in batches.list(limit=2)] == [held.id, wrong.id, made.id]
+        assert [each.id for each in (await batches.list(before_id=made.id, limit=1)).data] == [wrong.id]
+        assert (await batches.delete(made.id)).type == "message_batch_deleted"
+        for gone in (batches.retrieve(made.id), batches.delete(made.id), batches.retrieve("batch_1")):
+            with pytest.raises(anthropic.NotFoundError):
+                await gone
+
+
+async def test_what_no_batch_of_messages_can_be(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    async with (
+        gateway_stack(memory_bus, database_file=tmp_path / "database.sqlite") as stack,
+        client_of(stack) as client,
+    ):
+        hi: Any = requests("hi")[0]
+        for given, named in (
+            ([], "requests"),
+            ([hi, hi], "requests\\[1\\].custom_id"),
+            ([hi | {"custom_id": "a b"}], "custom_id"),
+            ([hi | {"params": 3}], "requests\\[0\\].params"),
+            ([hi | {"params": hi["params"] | {"stream": True}}], "requests\\[0\\].params.stream"),
+            ([hi | {"url": "/"}], "url"),
+        ):
+            with pytest.raises(anthropic.BadRequestError, match=named):
+                await client.messages.batches.create(requests=given)
+        assert (await client.messages.batches.list()).data == []
+        assert (await stack.openai.files.list()).data == []

@@ -83,6 +83,8 @@ class BatchState(Struct, frozen=True, kw_only=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
+    expired: int = 0
+    """Of those that failed."""
     output_file_id: str | None = None
     error_file_id: str | None = None
 

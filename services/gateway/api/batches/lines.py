@@ -11,7 +11,7 @@ from msgspec import Struct
 from services.gateway.api.errors import FIELDS
 from shared.packing import NOT_DECODED
 
-BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"]
 URLS: tuple[BatchEndpoint, ...] = get_args(BatchEndpoint)
 
 
@@ -51,7 +51,7 @@ class BatchAnswer(NamedTuple):
 
 
 _line = msgspec.json.Decoder(_Line)
-_stream = msgspec.json.Decoder(Any)
+_any = msgspec.json.Decoder(Any)
 
 
 def line_id(number: int, line: bytes) -> str:
@@ -90,10 +90,11 @@ def _problem(request: _Line) -> str | None:
     if request.url not in URLS:
         return f"url: {request.url!r} is not allowed; one of {', '.join(URLS)}"
     try:
-        stream = _stream.decode(FIELDS.decode(request.body).get("stream", b"null"))
+        fields = FIELDS.decode(request.body)
+        unfit = [name for name in ("stream", "background") if _any.decode(fields.get(name, b"null"))]
     except NOT_DECODED as error:
         return f"body: {error}"
-    return "body.stream: true is not allowed in a batch" if stream else None
+    return f"body.{unfit[0]}: true is not allowed in a batch" if unfit else None
 
 
 def answered_line(request: BatchRequest, answer: BatchAnswer) -> bytes:

@@ -426,7 +426,7 @@ async def test_what_has_no_answer_at_the_end_of_the_window_gets_an_error(gateway
     await working
 
     done = await state(first, id)
-    assert (done.status, done.completed, done.failed) == ("expired", 2, 1)
+    assert (done.status, done.completed, done.failed, done.expired) == ("expired", 2, 1, 1)
     (expired,) = await lines_of(first, done.error_file_id)
     assert (expired["custom_id"], expired["response"], expired["error"]["code"]) == ("b", None, "batch_expired")
 
