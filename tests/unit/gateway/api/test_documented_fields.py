@@ -226,8 +226,12 @@ OF_OPERATORS = frozenset(
     )
 )
 """Bodies that change a stack: tests/actors/gateway/test_operations.py, tests/integration/shared_stacks/test_lora.py."""
-OF_FILES = frozenset(("BatchFields", "UploadFields", "ShowFields", "TranscriptionFields", "TranslationFields"))
-"""Bodies that name things: tests/actors/gateway/test_batches.py, test_files.py, test_ollama.py."""
+OF_FILES = frozenset(
+    ("BatchFields", "UploadFields", "ShowFields", "TranscriptionFields", "TranslationFields", "MessageBatchFields")
+    + ("ConversationFields", "ConversationItemsFields", "ConversationUpdateFields")
+)
+"""Bodies that name things: tests/actors/gateway/test_batches.py, test_files.py, test_ollama.py, test_anthropic.py,
+test_stored_responses.py."""
 ELSEWHERE = frozenset((MessagesTokensFields.__name__, InvocationFields.__name__))
 """Read as MessagesFields; passed on to the endpoint that a body is for."""
 
