@@ -54,8 +54,11 @@ class RequestError(Exception):
 
     def body(self) -> bytes:
         """The JSON of OpenAI's error object."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode({"error": self.fields()})
+
+    def fields(self) -> dict[str, str | None]:
+        """The fields of OpenAI's error object."""
+        return {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
 
     @property
     def kind(self) -> str:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.gateway.api.errors import RequestError, abbreviated, invalid
+from services.gateway.api.errors import RequestError, abbreviated, invalid, unsupported
 from services.gateway.api.fields.generation import CommonFields
 from services.gateway.api.fields.ranges import INT64
 from services.gateway.api.media.source import MediaSource
@@ -229,6 +229,8 @@ def stream_options(fields: CommonFields, *, force_usage: bool) -> StreamOptions 
         if options is not None:
             raise invalid("stream_options", "only allowed when stream is true")
         return None
+    if options is not None and options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation", "obfuscation")
     usage = force_usage or (options is not None and bool(options.include_usage))
     if fields.return_metrics and not usage:
         raise invalid("return_metrics", "in a stream only allowed where stream_options.include_usage is true")

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.api.errors import RequestError
-from services.gateway.http.routes import EndpointParts, all_routes
+from services.gateway.http.routes import ANTHROPIC, EndpointParts, all_routes, shape_of
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,9 @@ async def _not_found(request: Request, error: Exception) -> Response:
     text = f"{request.method} {request.url.path[:200]}: {error.detail}"
     if error.status_code == 404:
         text += f"; served are {', '.join(_paths(request.app))}"
-    return _response(RequestError(error.status_code, text), error.headers)
+    shape = ANTHROPIC if "anthropic-version" in request.headers else shape_of(request.url.path)
+    refused = RequestError(error.status_code, text)
+    return Response(shape.error_body(refused), refused.status, dict(error.headers or {}), "application/json")
 
 
 def _paths(app: Starlette) -> list[str]:
@@ -68,8 +70,6 @@ def _paths(app: Starlette) -> list[str]:
 
 async def _bug(request: Request, error: Exception) -> Response:
     log.error("bug in an endpoint", exc_info=error, extra={"path": request.url.path})
-    return _response(RequestError(500, "internal error"), None)
-
-
-def _response(error: RequestError, headers: object) -> Response:
-    return Response(error.body(), error.status, dict(headers or {}), "application/json")  # type: ignore[call-overload]
+    return Response(
+        shape_of(request.url.path).error_body(RequestError(500, "internal error")), 500, None, "application/json"
+    )

@@ -11,6 +11,7 @@ from services.gateway.api.anthropic.answer import error_body as anthropic_error
 from services.gateway.api.audio.request import Task
 from services.gateway.api.ollama.answer import AnswerShape
 from services.gateway.api.ollama.answer import error_body as ollama_error
+from services.gateway.api.pooling.cohere import error_body as cohere_error
 from services.gateway.audio.audio_decoder import AudioDecoder
 from services.gateway.batches.file_store import FileStore
 from services.gateway.core.api_keys import KeyScope
@@ -103,7 +104,14 @@ def all_routes(parts: EndpointParts) -> list[Route]:
 
 ANTHROPIC = ApiShape(anthropic_error, (b"x-request-id", b"request-id"))
 OLLAMA = ApiShape(ollama_error)
+COHERE = ApiShape(cohere_error)
 MODELS = OPENAI._replace(for_anthropic=ANTHROPIC)
+
+
+def shape_of(path: str) -> ApiShape:
+    """Returns the shape of the API that a path belongs to, served or not."""
+    beginnings = {"/v1/messages": ANTHROPIC, "/api/": OLLAMA, "/v2/": COHERE}
+    return next((shape for beginning, shape in beginnings.items() if path.startswith(beginning)), OPENAI)
 
 
 class _Routes:
@@ -211,7 +219,9 @@ class _Routes:
             "/v2/rerank": "cohere_rerank",
             "/v2/embed": "cohere_embed",
         }
-        return [self._route("POST", path, self._pooled(kind), "inference") for path, kind in kinds.items()]
+        return [
+            self._route("POST", path, self._pooled(kind), "inference", shape_of(path)) for path, kind in kinds.items()
+        ]
 
     def files_and_batches(self) -> list[Route]:
         """OpenAI's files and batches, and Anthropic's; requests of a batch count for its key, these calls do not."""

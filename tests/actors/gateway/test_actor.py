@@ -439,12 +439,20 @@ async def test_what_is_not_there_is_said_as_json(stack: GatewayStack) -> None:
         "/v1/chat/completions, /v1/chat/completions/batch, /v1/chat/completions/render, /v1/completions, "
         "/v1/completions/render, /v1/decisions, /v1/audio/transcriptions, /v1/audio/translations, /generate, "
         "/inference/v1/generate, /generative_scoring, /invocations, /tokenize, /detokenize, /v1/models, /v1/responses, "
-        "/v1/responses/input_tokens, /v1/messages, /v1/messages/render, "
+        "/v1/responses/input_tokens, /v1/conversations, /v1/messages, /v1/messages/render, "
         "/v1/messages/count_tokens, /api/chat, /api/generate, /api/tags, /api/ps, /api/show, /api/version, "
         "/v1/embeddings, /pooling, /classify, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank, /v2/embed, "
-        "/v1/files, /v1/batches, /tokenizer_info, /v1/load_lora_adapter, /v1/unload_lora_adapter"
+        "/v1/files, /v1/batches, /v1/messages/batches, /tokenizer_info, /v1/load_lora_adapter, /v1/unload_lora_adapter"
     )
     assert images.json()["error"]["message"] == f"POST /v1/images/generations: Not Found; served are {served}"
+    theirs = {"anthropic-version": "2023-06-01"}
+    for path, headers in (("/v1/messages/none", {}), ("/v1/none", theirs)):  # errors have each vendor's shape
+        error = (await stack.http.get(path, headers=headers)).json()
+        assert (error["type"], error["error"]["type"]) == ("error", "not_found_error")
+    assert (await stack.http.get("/api/none")).json()["error"].startswith("GET /api/none: Not Found")
+    for path in ("/v2/none", "/v2/rerank"):
+        error = (await stack.http.post(path, json={"model": "none"})).json()
+        assert error["message"] == error["error"]["message"]
     wrong = await stack.http.get("/v1/chat/completions")
     assert wrong.status_code == 405
     assert "allow" in wrong.headers

@@ -21,6 +21,8 @@ class StreamOptionFields(Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     resumable: bool | None = None
+    include_obfuscation: bool | None = None
+    """Not supported: true is refused."""
 
 
 class CommonFields(VllmSamplingFields, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from services.gateway.api.errors import decode_body, invalid, not_allowed, unsupported
+from services.gateway.api.errors import RequestError, decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.generation import GenerationRequest, RequestLimits, choose_model
 from services.gateway.api.pooling.activation import vector_of
 from services.gateway.api.pooling.embeddings import EmbeddingFields, embedding_generation
@@ -88,6 +88,11 @@ class CohereEmbedRequest(NamedTuple):
 
 
 _decoder = msgspec.json.Decoder(CohereEmbedFields)
+
+
+def error_body(error: RequestError) -> bytes:
+    """Returns the JSON of an error: Cohere's `message`, and OpenAI's object for vLLM's clients."""
+    return msgspec.json.encode({"message": error.message, "error": error.fields()})
 
 
 def read_cohere_embed(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> CohereEmbedRequest:

@@ -227,8 +227,10 @@ OF_OPERATORS = frozenset(
 )
 """Bodies that change a stack: tests/actors/gateway/test_operations.py, tests/integration/shared_stacks/test_lora.py."""
 OF_FILES = frozenset(
-    ("BatchFields", "UploadFields", "ShowFields", "TranscriptionFields", "TranslationFields", "MessageBatchFields")
-    + ("ConversationFields", "ConversationItemsFields", "ConversationUpdateFields")
+    (
+        *("BatchFields", "UploadFields", "ShowFields", "TranscriptionFields", "TranslationFields"),
+        *("MessageBatchFields", "ConversationFields", "ConversationItemsFields", "ConversationUpdateFields"),
+    )
 )
 """Bodies that name things: tests/actors/gateway/test_batches.py, test_files.py, test_ollama.py, test_anthropic.py,
 test_stored_responses.py."""

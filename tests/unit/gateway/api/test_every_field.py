@@ -231,7 +231,7 @@ OLLAMA: dict[str, Case] = {
 CASES: dict[type[msgspec.Struct], dict[str, Case]] = {
     ChatFields: CHAT,
     CompletionFields: COMPLETION,
-    StreamOptionFields: {name: Case(True) for name in ("include_usage", "resumable")}
+    StreamOptionFields: {name: Case(True) for name in ("include_usage", "resumable", "include_obfuscation")}
     | {"continuous_usage_stats": Case(True, {"include_usage": True})},
     TokenizeFields: TOKENIZE,
     DetokenizeFields: {"tokens": Case([5]), "model": Case("other")},
@@ -261,6 +261,7 @@ CASES: dict[type[msgspec.Struct], dict[str, Case]] = {
         "stop_sequences": Case(["x"]),
         "service_tier": Case("priority"),
         "speed": Case("fast"),
+        "priority": Case(3),
         "context_management": Case({"edits": [{"type": "clear_thinking_20251015"}]}, {"messages": THOUGHTFUL}),
         "chat_template_kwargs": Case({"a": 1}),
         "kv_transfer_params": SAMPLED["kv_transfer_params"],
