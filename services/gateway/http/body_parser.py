@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.gateway.api.anthropic.request import read_count_tokens, read_messages
+from services.gateway.api.anthropic.request import read_count_tokens, read_messages, read_tool_clearing
 from services.gateway.api.chat import read_chat
 from services.gateway.api.chat_batch import read_chat_batch
 from services.gateway.api.completions import read_completion
@@ -78,10 +78,13 @@ BodyKind = Literal[
     "conversation_items",
     "conversation_update",
     "count_tokens",
+    "count_tokens_cleared",
     "input_tokens",
+    "messages_cleared",
     "ollama_chat",
     "ollama_generate",
     "tokenize",
+    "tool_clearing",
     "detokenize",
     "invocation",
 ]
@@ -124,12 +127,18 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_chat_batch(body, context.cards, context.limits, context.dialect_of)
         case "messages":
             return read_messages(body, context.cards, context.limits, context.dialect_of)
+        case "messages_cleared":
+            return read_messages(body, context.cards, context.limits, context.dialect_of, clear_tools=True)
+        case "tool_clearing":
+            return read_tool_clearing(body)
         case "responses":
             return read_responses(body, context.cards, context.limits, context.dialect_of, context.history)
         case "input_tokens":
             return read_input_tokens(body, context.cards, context.limits, context.dialect_of, context.history)
         case "count_tokens":
             return read_count_tokens(body, context.cards, context.limits)
+        case "count_tokens_cleared":
+            return read_count_tokens(body, context.cards, context.limits, clear_tools=True)
         case "completion":
             return read_completion(body, context.cards, context.limits)
         case "ollama_chat":

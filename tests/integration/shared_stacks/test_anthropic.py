@@ -138,3 +138,41 @@ async def test_tools_are_called_and_answers_match_their_schema(stack: RunningSta
     structured = await anthropic.messages.create(**asked, output_config=described)
     [block] = structured.content
     jsonschema.validate(json.loads(block.text), CITY)  # type: ignore[union-attr]
+
+
+async def test_results_of_tools_are_cleared_where_a_prompt_is_too_long(
+    stack: RunningStack, anthropic: AsyncAnthropic
+) -> None:
+    def turns(result: str) -> Any:
+        call = {"type": "tool_use", "id": "t", "name": "get_weather", "input": {}}
+        answer = {"type": "tool_result", "tool_use_id": "t", "content": result}
+        return [
+            {"role": "user", "content": "Rome?"},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [answer]},
+        ]
+
+    beta, tools = anthropic.beta.messages, [{"name": "get_weather", "input_schema": CITY}]
+    asked: Any = {"model": stack.model, "messages": turns("sunny " * 90), "tools": tools}
+    edit: Any = {"type": "clear_tool_uses_20250919", "keep": {"type": "tool_uses", "value": 0}}
+    whole = (await beta.count_tokens(**asked)).input_tokens
+    cleared = await beta.count_tokens(**(asked | {"messages": turns("[cleared to save context]")}))
+    free = whole - cleared.input_tokens
+    for above, at_least, applied in ((whole - 1, free, True), (whole, 0, False), (1, free + 1, False)):
+        trigger, least = ({"type": "input_tokens", "value": value} for value in (above, at_least))
+        managed: Any = {"edits": [edit | {"trigger": trigger, "clear_at_least": least}]}
+        counted = await beta.count_tokens(**asked, context_management=managed)
+        assert counted.input_tokens == (cleared.input_tokens if applied else whole)
+        assert counted.context_management is not None
+        assert counted.context_management.original_input_tokens == whole
+        answer = await beta.create(**asked, context_management=managed, max_tokens=1)
+        assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == counted.input_tokens
+        assert answer.context_management is not None
+        said = [(each.cleared_tool_uses, each.cleared_input_tokens) for each in answer.context_management.applied_edits]  # type: ignore[union-attr]
+        assert said == ([(1, free)] if applied else [])
+    async with beta.stream(
+        **asked, context_management={"edits": [edit | {"trigger": {"type": "input_tokens", "value": 1}}]}, max_tokens=1
+    ) as stream:
+        final = await stream.get_final_message()
+    assert final.context_management is not None
+    assert len(final.context_management.applied_edits) == 1

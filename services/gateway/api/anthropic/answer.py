@@ -40,13 +40,23 @@ def message(
 
 
 def message_body(
-    header: ResponseHeader, choice: ChoiceState, max_tokens: int | None, transfer: dict[str, Any] | None
+    header: ResponseHeader,
+    choice: ChoiceState,
+    max_tokens: int | None,
+    transfer: dict[str, Any] | None,
+    applied: list[dict[str, Any]] | None = None,
 ) -> bytes:
-    """Returns the JSON of an answer that is not streamed. `transfer`: vLLM's `kv_transfer_params`."""
+    """Returns the JSON of an answer that is not streamed. `transfer`: vLLM's `kv_transfer_params`. `applied`: see
+    `applied_edits`."""
     blocks = choice.message
     assert isinstance(blocks, MessageBlocks)
-    body = message(header, choice, blocks.body(), max_tokens)
+    body = message(header, choice, blocks.body(), max_tokens) | applied_edits(applied)
     return msgspec.json.encode(body if transfer is None else {**body, "kv_transfer_params": transfer})
+
+
+def applied_edits(applied: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """Returns what an answer says of the edits that clear results of tools; None: none was asked for."""
+    return {} if applied is None else {"context_management": {"applied_edits": applied}}
 
 
 def ending(choice: ChoiceState, max_tokens: int | None) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from services.gateway.api.anthropic.conversation import MessageFields
+from services.gateway.api.anthropic.tool_clearing import CLEAR_TOOL_USES, ToolClearing, read_edit
 from services.gateway.api.errors import invalid, not_allowed, unsupported
 
 CLEAR_THINKING = "clear_thinking_20251015"
@@ -20,22 +22,43 @@ class ContextManagementFields(Struct, kw_only=True, forbid_unknown_fields=True):
     edits: list[dict[str, Any]] = []
 
 
-def edited(turns: list[MessageFields], fields: ContextManagementFields | None) -> list[MessageFields]:
-    """Returns the turns without what the edits clear. Raises RequestError."""
-    edits = [] if fields is None else fields.edits
-    if len(edits) > 1:
-        raise invalid(FIELD, f"{len(edits)} edits are not allowed; one of type {CLEAR_THINKING} is")
-    for i, edit in enumerate(edits):
-        if (kind := edit.get("type")) != CLEAR_THINKING:
-            if isinstance(kind, str):
-                raise unsupported(f"{FIELD}[{i}].type", f"{kind!r}")
-            raise not_allowed(f"{FIELD}[{i}].type", kind, f"{CLEAR_THINKING!r} is")
-        if unknown := sorted(edit.keys() - {"type", "keep"}):
-            raise not_allowed(f"{FIELD}[{i}]", unknown[0], "'type' and 'keep' are")
-        kept = _kept_turns(edit.get("keep"), f"{FIELD}[{i}].keep")
-        if kept is not None:
-            turns = _without_thinking(turns, kept)
-    return turns
+class CheckedEdits(Struct, frozen=True):
+    """The edits that a request asks for."""
+
+    thinking: bool = False
+    """Whether thoughts are to be cleared."""
+    kept_turns: int | None = None
+    """Of how many turns they stay; None: of all."""
+    tools: ToolClearing | None = None
+
+    def applied(self, turns: list[MessageFields], *, clear_tools: bool) -> list[MessageFields]:
+        """Returns the turns without what is cleared; results of tools stay unless `clear_tools`."""
+        if self.thinking and self.kept_turns is not None:
+            turns = _without_thinking(turns, self.kept_turns)
+        return turns if self.tools is None or not clear_tools else self.tools.cleared(turns)
+
+
+def checked_edits(fields: ContextManagementFields | None) -> CheckedEdits:
+    """Raises RequestError 400."""
+    edits = CheckedEdits()
+    for i, edit in enumerate([] if fields is None else fields.edits):
+        where = f"{FIELD}[{i}]"
+        match edit.get("type"):
+            case "clear_thinking_20251015":
+                if edits.thinking or edits.tools is not None:
+                    raise invalid(f"{where}.type", f"{CLEAR_THINKING} is not allowed twice, nor behind other edits")
+                if unknown := sorted(edit.keys() - {"type", "keep"}):
+                    raise not_allowed(where, unknown[0], "'type' and 'keep' are")
+                edits = replace(edits, thinking=True, kept_turns=_kept_turns(edit.get("keep"), f"{where}.keep"))
+            case "clear_tool_uses_20250919":
+                if edits.tools is not None:
+                    raise invalid(f"{where}.type", f"{CLEAR_TOOL_USES} is not allowed twice")
+                edits = replace(edits, tools=read_edit(edit, where))
+            case str(kind):
+                raise unsupported(f"{where}.type", f"{kind!r}")
+            case kind:
+                raise not_allowed(f"{where}.type", kind, f"'{CLEAR_THINKING}' or '{CLEAR_TOOL_USES}' is")
+    return edits
 
 
 def _kept_turns(keep: Any, where: str) -> int | None:

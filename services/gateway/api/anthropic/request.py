@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from services.gateway.api.anthropic.context_edits import ContextManagementFields, edited
+from services.gateway.api.anthropic.context_edits import ContextManagementFields, checked_edits
 from services.gateway.api.anthropic.conversation import MessageFields, chat_messages, referenced_tools
+from services.gateway.api.anthropic.tool_clearing import ToolClearing
 from services.gateway.api.chat import ChatFields, chat_request
 from services.gateway.api.errors import (
     RequestError,
@@ -89,19 +90,38 @@ class MessagesFields(MessagesTokensFields, kw_only=True, forbid_unknown_fields=T
     priority: int | None = None
 
 
+class ClearingPlan(Struct, frozen=True):
+    """An edit that clears results of tools, and how many calls it is about."""
+
+    edit: ToolClearing
+    calls: int
+
+
+class _EditedFields(Struct, kw_only=True):
+    messages: list[MessageFields]
+    context_management: ContextManagementFields | None = None
+
+
 _decoder = msgspec.json.Decoder(MessagesFields)
+_edits_decoder = msgspec.json.Decoder(_EditedFields)
 _tokens_decoder = msgspec.json.Decoder(MessagesTokensFields)
 
 
 def read_messages(
-    body: bytes, cards: list[ModelCard], limits: RequestLimits, dialect_of: Callable[[ModelName], OutputDialect] | None
+    body: bytes,
+    cards: list[ModelCard],
+    limits: RequestLimits,
+    dialect_of: Callable[[ModelName], OutputDialect] | None,
+    *,
+    clear_tools: bool = False,
 ) -> GenerationRequest:
-    """Reads and checks a body of `/v1/messages`; see `read_chat`. Raises RequestError."""
+    """Reads and checks a body of `/v1/messages`; see `read_chat`. `clear_tools`: whether an edit that clears results of
+    tools is applied. Raises RequestError."""
     fields = decode_body(body, _decoder)
     card = check_generates(choose_model(fields.model, cards))
     if fields.service_tier not in (None, "auto", "standard_only"):
         raise not_allowed("service_tier", fields.service_tier, "'auto' or 'standard_only'")
-    chat = _chat_fields(fields)
+    chat = _chat_fields(fields, clear_tools)
     chat.max_tokens = fields.max_tokens
     chat.stop, chat.stream = fields.stop_sequences, fields.stream
     chat.temperature, chat.top_p, chat.top_k = fields.temperature, fields.top_p, fields.top_k
@@ -120,24 +140,34 @@ def read_messages(
         raise _in_their_words(error) from None
 
 
-def read_count_tokens(body: bytes, cards: list[ModelCard], limits: RequestLimits) -> GenerationRequest:
-    """Reads a body of `/v1/messages/count_tokens`: a request with the prompt to be counted, which is not generated.
-    Raises RequestError."""
+def read_tool_clearing(body: bytes) -> ClearingPlan | None:
+    """Reads of a body of either endpoint the edit that clears results of tools; None where it has none. Raises
+    RequestError."""
+    fields = decode_body(body, _edits_decoder)
+    tools = checked_edits(fields.context_management).tools
+    return None if tools is None else ClearingPlan(tools, len(tools.cleared_calls(fields.messages)))
+
+
+def read_count_tokens(
+    body: bytes, cards: list[ModelCard], limits: RequestLimits, *, clear_tools: bool = False
+) -> GenerationRequest:
+    """Reads a body of `/v1/messages/count_tokens`: a request with the prompt to be counted, which is not generated; see
+    `read_messages`. Raises RequestError."""
     fields = decode_body(body, _tokens_decoder)
     check_generates(choose_model(fields.model, cards))
     try:
-        return chat_request(_chat_fields(fields), cards, limits, None, kind="messages")
+        return chat_request(_chat_fields(fields, clear_tools), cards, limits, None, kind="messages")
     except RequestError as error:
         raise _in_their_words(error) from None
 
 
-def _chat_fields(fields: MessagesTokensFields) -> ChatFields:
+def _chat_fields(fields: MessagesTokensFields, clear_tools: bool) -> ChatFields:
     """The fields of a chat with the same prompt."""
     if not fields.messages:
         raise invalid("messages", "[] is not allowed; at least one message is needed")
     if fields.speed not in (None, "standard"):
         raise not_allowed("speed", fields.speed, "'standard' is")
-    turns = edited(fields.messages, fields.context_management)
+    turns = checked_edits(fields.context_management).applied(fields.messages, clear_tools=clear_tools)
     chat = ChatFields(model=fields.model, messages=chat_messages(fields.system, turns))
     last = chat.messages[-1]
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:

@@ -10,7 +10,7 @@ import pytest
 from services.gateway.api.anthropic.answer import ending, usage
 from services.gateway.api.anthropic.blocks import MessageBlocks
 from services.gateway.api.anthropic.conversation import MessageFields, chat_messages
-from services.gateway.api.anthropic.request import read_count_tokens, read_messages
+from services.gateway.api.anthropic.request import read_count_tokens, read_messages, read_tool_clearing
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
 from services.gateway.api.response import ChoiceState
@@ -27,6 +27,7 @@ WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {
 THINKS = OutputDialect(tools="hermes", reasoning="qwen3")
 DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "It rains."}}
 CLEAR, EDIT = "clear_thinking_20251015", "context_management.edits[0]"
+USES: dict[str, Any] = {"type": "clear_tool_uses_20250919"}
 
 
 def body(**fields: Any) -> bytes:
@@ -204,10 +205,24 @@ def test_deferred_tools_are_shown_once_a_result_refers_to_them() -> None:
             "a text",
         ),
         ({"speed": "fast"}, "speed", "standard"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, EDIT + ".type", "clear_tool_uses"),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, EDIT + ".type", "compact"),
+        (
+            {"context_management": {"edits": [USES | {"trigger": {"type": "tool_uses"}}]}},
+            EDIT + ".trigger",
+            "tool_uses",
+        ),
+        (
+            {"context_management": {"edits": [USES | {"keep": {"type": "tool_uses", "value": -1}}]}},
+            EDIT + ".keep",
+            "0 or",
+        ),
+        ({"context_management": {"edits": [USES | {"exclude_tools": "a"}]}}, EDIT + ".exclude_tools", "list"),
+        ({"context_management": {"edits": [USES | {"keeps": 1}]}}, EDIT, "'keeps' is not allowed"),
+        ({"context_management": {"edits": [USES] * 2}}, "context_management.edits[1].type", "twice"),
+        ({"context_management": {"edits": [USES, {"type": CLEAR}]}}, "context_management.edits[1].type", "behind"),
         ({"context_management": {"edits": [{"type": CLEAR, "keep": "none"}]}}, EDIT + ".keep", "thinking_turns"),
         ({"context_management": {"edits": [{"type": CLEAR, "keeps": 1}]}}, EDIT, "'keeps' is not allowed"),
-        ({"context_management": {"edits": [{"type": CLEAR}] * 2}}, "context_management.edits", "2 edits"),
+        ({"context_management": {"edits": [{"type": CLEAR}] * 2}}, "context_management.edits[1].type", "twice"),
         ({"tools": [WEATHER | {"input_examples": "x"}]}, "tools[0].input_examples", "list of objects"),
         (
             {"tools": [WEATHER | {"description": 5, "input_examples": [{"city": "Rome"}]}]},
@@ -305,6 +320,43 @@ def test_thoughts_of_earlier_turns_are_cleared(keep: Any, kept: list[str]) -> No
     told = messages(read(messages=turns, tools=[WEATHER], context_management={"edits": [edit]}))
     assert [turn["reasoning_content"] for turn in told if "reasoning_content" in turn] == kept
     assert [turn["role"] for turn in told] == [turn["role"] for turn in messages(read(messages=turns))]
+
+
+@pytest.mark.parametrize(
+    ("edit", "cleared", "inputs"),
+    [
+        ({}, "1", ""),
+        ({"keep": {"type": "tool_uses", "value": 0}}, "1234", ""),
+        ({"keep": {"type": "tool_uses", "value": 1}, "exclude_tools": ["other"]}, "13", ""),
+        ({"keep": {"type": "tool_uses", "value": 1}, "clear_tool_inputs": True}, "123", "123"),
+        ({"keep": {"type": "tool_uses", "value": 1}, "clear_tool_inputs": ["weather"]}, "123", "13"),
+        ({"keep": {"type": "tool_uses", "value": 9}}, "", ""),
+        ({"trigger": {"type": "tool_uses", "value": 4}}, "", ""),
+        ({"trigger": {"type": "tool_uses", "value": 3}}, "1", ""),
+    ],
+)
+def test_results_of_earlier_calls_are_cleared(edit: dict[str, Any], cleared: str, inputs: str) -> None:
+    """Of the calls 1 to 4, of which 2 is another tool's."""
+    turns: list[dict[str, Any]] = [{"role": "user", "content": "and?"}]
+    for id in "1234":
+        call = {"type": "tool_use", "id": id, "name": "other" if id == "2" else "weather", "input": {"city": id}}
+        turns += [
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": id, "content": f"sunny {id}"}]},
+        ]
+    asked = body(messages=turns, context_management={"edits": [USES | edit]})
+    plan = read_tool_clearing(asked)
+    assert plan is not None
+    assert plan.calls == len(cleared)
+    whole, shorter = [
+        messages(read_messages(asked, [CARD], RequestLimits(), None, clear_tools=clear)) for clear in (False, True)
+    ]
+    results = {turn["tool_call_id"]: turn["content"] for turn in shorter if turn["role"] == "tool"}
+    assert results == {id: "[cleared to save context]" if id in cleared else f"sunny {id}" for id in "1234"}
+    calls = [call for turn in shorter for call in turn.get("tool_calls", [])]
+    gone = [call["id"] for call in calls if call["function"]["arguments"] == "{}"]
+    assert "".join(gone) == inputs
+    assert [turn["content"] for turn in whole if turn["role"] == "tool"] == [f"sunny {id}" for id in "1234"]
 
 
 def test_variables_of_the_template_and_a_hand_over_are_as_in_chats() -> None:
