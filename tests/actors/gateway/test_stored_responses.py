@@ -178,8 +178,9 @@ async def test_a_conversation_goes_on_at_another_gateway(memory_bus: MemoryBus, 
     async with gateway_stack(memory_bus, instance="gateway-2", **settings) as other:
         client = other.openai.conversations
         begun = await create(other, input="three", conversation=made.id, background=True)
-        while (third := await other.openai.responses.retrieve(begun.id)).status != "incomplete":
-            pass
+        async with asyncio.timeout(60):
+            while (third := await other.openai.responses.retrieve(begun.id)).status != "incomplete":
+                await asyncio.sleep(0.05)
         [asked] = [each for each in (*stack.ring.seen, *other.ring.seen) if isinstance(each, Tokenize)][-1:]
         said_before = ["Be short.", "one", said(8), "two", said(8), "three"]
         assert [each["content"] for each in msgspec.json.decode(asked.prompt.messages)] == said_before  # type: ignore[union-attr]
