@@ -166,6 +166,28 @@ def test_a_killed_process_is_seen_to_die_and_to_come_back(page: Any, stack: Runn
     assert "1 death seen" in card.inner_text()
 
 
+def test_a_page_that_loses_its_gateway_says_so_and_keeps_what_happened(browser: Any, stack: RunningStack) -> None:
+    watched = WatchedPage(browser, stack.url)  # of its own: the browser itself complains of what does not answer
+    page = watched.open("topology")
+    page.set_default_timeout(PATIENCE)
+    page.wait_for_timeout(3000)
+    pid = stack.kill("detokenizer-1")
+    death = page.locator(".events li").filter(has_text="detokenizer-1").filter(has_text="failed")
+    death.wait_for()
+    stack.replaced("detokenizer-1", pid)
+    gateways = {name: stack.kill(name) for name in ("gateway-1", "gateway-2")}
+    page.get_by_role("alert").filter(has_text="What is shown is as of").wait_for()
+    assert page.locator("main .stale [data-instance]").count() > 0
+    for name, old in gateways.items():
+        stack.replaced(name, old)
+    page.wait_for_selector("header .phase.good")
+    assert page.locator(".stale").count() == 0
+    page.wait_for_selector('.events >> text="lost its gateway"')
+    assert death.count() == 1
+    assert [said for said in watched.troubles if not said.startswith("Failed to load resource")] == []
+    watched.close()
+
+
 def test_an_engine_is_drained_and_undrained(page: Any, stack: RunningStack) -> None:
     view(page, "act")
     page.get_by_label("Drain engine-2", exact=True).click()

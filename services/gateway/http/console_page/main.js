@@ -3,7 +3,7 @@
 import { html, render, useEffect, useState } from "./preact.js";
 import { Act } from "./act.js";
 import { Engines } from "./engines.js";
-import { number } from "./format.js";
+import { clock, number } from "./format.js";
 import { Latency } from "./latency.js";
 import { Playground } from "./playground.js";
 import { followDocument } from "./stream.js";
@@ -19,6 +19,8 @@ const VIEWS = {
   playground: ["Playground", Playground],
 };
 const HISTORY = 120;
+const MAX_EVENTS = 200;
+const SAME_EVENT_SECONDS = 0.5;
 const KEY = "baton.console.key";
 
 function Console() {
@@ -26,6 +28,7 @@ function Console() {
   const [state, setState] = useState(null);
   const [history, setHistory] = useState({});
   const [began, setBegan] = useState(null);
+  const [events, setEvents] = useState([]);
   const [trouble, setTrouble] = useState(null);
   const [view, setView] = useState(currentView());
 
@@ -37,12 +40,19 @@ function Console() {
 
   useEffect(() => {
     const ending = new AbortController();
+    let lost = false;
     const take = (document) => {
       setState(document);
+      setEvents((known) => remembered(known, document.events ?? []));
       setHistory((known) => extended(known, document));
       setBegan((known) => known ?? { models: document.latency, keys: document.latency_by_key, pools: document.pools });
     };
-    followDocument(authorization(key), ending.signal, take, setTrouble);
+    const troubled = (trouble) => {
+      setTrouble(trouble);
+      if (trouble && !lost) setEvents((known) => remembered(known, [{ at: Date.now() / 1000, instance: "this page", what: "lost its gateway" }]));
+      lost = trouble !== null;
+    };
+    followDocument(authorization(key), ending.signal, take, troubled);
     return () => ending.abort();
   }, [key]);
 
@@ -57,9 +67,11 @@ function Console() {
     <${Head} state=${state} trouble=${trouble} view=${view} />
     <main id="main" tabindex="-1">
       ${trouble && trouble.status === 401 && html`<${KeyForm} text=${trouble.text} sent=${key !== ""} onKey=${useKey} />`}
-      ${trouble && trouble.status !== 401 && html`<p class="trouble" role="alert">${trouble.text}</p>`}
+      ${trouble && trouble.status !== 401 && html`<p class="trouble" role="alert">${trouble.text}${state && ` What is shown is as of ${clock(state.time)}.`}</p>`}
       ${!state && !trouble && html`<p class="note" role="status">Listening to the stack …</p>`}
-      ${state && !(trouble && [401, 403].includes(trouble.status)) && html`<${View} state=${state} history=${history} began=${began} headers=${authorization(key)} />`}
+      ${state && !(trouble && [401, 403].includes(trouble.status)) && html`<div class=${trouble ? "stale" : ""}>
+        <${View} state=${state} events=${events} history=${history} began=${began} headers=${authorization(key)} />
+      </div>`}
     </main>
   `;
 }
@@ -76,7 +88,7 @@ function Head({ state, trouble, view }) {
       ${Object.entries(VIEWS).map(([name, [title]]) => html`<a href="#${name}" aria-current=${name === view ? "page" : undefined}>${title}</a>`)}
     </nav>
     ${state &&
-    html`<p class="totals">
+    html`<p class="totals ${live ? "" : "stale"}">
       <span><b>${number(totals.tokens_per_second)}</b> tokens/s</span>
       <span><b>${number(totals.running)}</b> running</span>
       <span><b>${number(totals.waiting)}</b> waiting</span>
@@ -121,6 +133,13 @@ function extended(history, state) {
     next[name] = [...(history[name] ?? []), { tokens_per_second, running, kv_share }].slice(-HISTORY);
   }
   return next;
+}
+
+/** What happened, in the order of time. A gateway's list begins when it is looked at; this page outlives gateways, and goes on with the next one's. */
+function remembered(known, events) {
+  const same = (one, other) => one.instance === other.instance && one.what === other.what && Math.abs(one.at - other.at) < SAME_EVENT_SECONDS;
+  const fresh = events.filter((event) => !known.some((one) => same(one, event)));
+  return fresh.length === 0 ? known : [...known, ...fresh].sort((one, other) => one.at - other.at).slice(-MAX_EVENTS);
 }
 
 const place = document.getElementById("console");

@@ -16,7 +16,7 @@ const BESIDE = [
   ["supervisor", "Supervisor"],
 ];
 
-export function Topology({ state }) {
+export function Topology({ state, events }) {
   const [grouping, setGrouping] = useState("by path");
   const instances = Object.entries(state.instances ?? {}).map(([name, each]) => ({ name, ...each }));
   const aside = html`<${Choice} label="Grouping" value=${grouping} options=${["by path", "by host"]} onChange=${setGrouping} />`;
@@ -26,7 +26,7 @@ export function Topology({ state }) {
       ${grouping === "by path" ? html`<${Ring} state=${state} instances=${instances} />` : html`<${Hosts} state=${state} instances=${instances} />`}
     </${Section}>
     <${Section} title="What happened" id="events-title">
-      <${Events} events=${state.events ?? []} />
+      <${Events} events=${events} />
     </${Section}>
   `;
 }
@@ -101,7 +101,7 @@ function Hosts({ state, instances }) {
   );
 }
 
-const BAD = ["failed", "silent", "restarted", "stopped"];
+const BAD = ["failed", "lost", "silent", "restarted", "stopped"];
 
 function Events({ events }) {
   if (events.length === 0) return html`<${Empty}>Nothing since this page began to look.</${Empty}>`;
