@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -33,8 +33,30 @@ StateConfig = MambaConfig | DeltaConfig | ConvolutionConfig | SelectiveConfig | 
 """The mixers that keep a state of a sequence."""
 
 
+_Name = TypeVar("_Name", str, int)
+_Kind = TypeVar("_Kind")
+
+
 class ModelError(Exception):
     """The model cannot be served as it is; the message says what to change, and names file, key and value."""
+
+
+def layer_kinds(key: str, names: Sequence[_Name], known: Mapping[_Name, _Kind], count: int) -> list[_Kind]:
+    """What `known` has of each layer's name, which the config's `key` lists; `count` is the config's. Raises ModelError
+    for a name that is not known, and where there are not so many."""
+    for name in names:
+        if name not in known:
+            raise ModelError(f"{key} {name!r} is not supported; supported: {', '.join(map(str, known))}")
+    if len(names) != count:
+        raise ModelError(f"{key} names {len(names)} layers, num_hidden_layers {count}")
+    return [known[name] for name in names]
+
+
+def require_positive(**values: int) -> None:
+    """Raises ModelError for a key of a config whose value is not."""
+    for key, value in values.items():
+        if value < 1:
+            raise ModelError(f"{key} {value} is not positive")
 
 
 def dtype_named(name: str | None) -> Dtype:

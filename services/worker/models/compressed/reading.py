@@ -22,6 +22,7 @@ from services.worker.models.config import (
     ModelError,
     dtype_named,
     limited_activation,
+    require_positive,
 )
 from services.worker.models.hf_layers.compressed import DEEPSEEK_V4
 from services.worker.models.hf_layers.keys import first_given
@@ -146,9 +147,7 @@ def deepseek_v4_model_config(
 
 
 def _refuse_unsupported(raw: _RawV4) -> None:
-    for key in _POSITIVE:
-        if getattr(raw, key) < 1:
-            raise ModelError(f"{key} {getattr(raw, key)} is not positive")
+    require_positive(**{key: getattr(raw, key) for key in _POSITIVE})
     alike = (
         ("hidden_act", "silu"),
         ("attention_bias", False),

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import LayerConfig, Mixture, ModelError, SkipConnections
+from services.worker.models.config import LayerConfig, Mixture, ModelError, SkipConnections, require_positive
 from services.worker.models.hf_layers.compressed import HY4
 from services.worker.models.hf_layers.tensor_names import OURO
 from services.worker.models.published.glm_next import GLM_NEXT, glm_next
 from services.worker.models.published.hunyuan import hy4
 from services.worker.models.published.jais import JAIS, jais
-from services.worker.models.published.layout import Published
+from services.worker.models.published.layout import Published, converted
 from services.worker.models.published.minimax import MINIMAX_M3, minimax_m3
 from services.worker.models.published.mistral_large import MISTRAL_LARGE_4, mistral_large
 from services.worker.models.published.mistral_small import MINISTRAL_3, MISTRAL_4, ministral, mistral_small
@@ -192,7 +192,7 @@ def _chatglm(raw: _Keys) -> Published:
         raise ModelError("position_encoding_2d is not supported: ChatGLM-6B, the first, is of another layout")
     if raw.get("vision_config") is not None:
         raise ModelError("vision_config is not supported: only models of texts are")
-    own = _converted(raw, _RawChatGlm)
+    own = converted(raw, _RawChatGlm)
     base = {
         "vocab_size": own.padded_vocab_size,
         "hidden_size": own.hidden_size,
@@ -232,7 +232,7 @@ def _qwen(raw: _Keys) -> Published:
     changes anything."""
     if raw.get("visual") is not None:
         raise ModelError("visual is not supported: only models of texts are")
-    own = _converted(raw, _RawQwen)
+    own = converted(raw, _RawQwen)
     if own.rotary_pct != 1.0:
         raise ModelError(f"rotary_pct {own.rotary_pct} is not supported; supported: 1.0")
     base = {
@@ -270,10 +270,8 @@ _TELECHAT_THETA = 10_000.0
 
 def _telechat(raw: _Keys) -> Published:
     """Up to `training_seqlen` tokens, the base of the rotation is the one that prompts of so many have."""
-    own = _converted(raw, _RawTeleChat)
-    for key in ("n_head", "base_seqlen", "training_seqlen"):
-        if getattr(own, key) < 1:
-            raise ModelError(f"{key} {getattr(own, key)} is not positive")
+    own = converted(raw, _RawTeleChat)
+    require_positive(n_head=own.n_head, base_seqlen=own.base_seqlen, training_seqlen=own.training_seqlen)
     dim = own.hidden_size // own.n_head
     if dim < 4:
         raise ModelError(f"n_head {own.n_head}: heads of {dim} elements are not supported; 4 and more are")
@@ -386,11 +384,6 @@ def _pangu(raw: _Keys) -> Published:
     theta = {} if raw.get("rope_parameters") is not None else {"rope_theta": own.rope_theta}
     qkv = own.bias if own.qkv_bias is None else own.qkv_bias
     return Published(base | theta, {"qkv_bias": qkv, "output_bias": own.bias})
-
-
-def _converted(raw: _Keys, kind: type[Any]) -> Any:
-    """`raw` as a `kind`; keys that are `null` have their defaults. Raises msgspec.ValidationError."""
-    return msgspec.convert({key: value for key, value in raw.items() if value is not None}, kind)
 
 
 PUBLISHED: dict[str, Callable[[_Keys], Published]] = {

@@ -9,14 +9,21 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 from msgspec.structs import replace
 
-from services.worker.models.config import DeltaConfig, HyperConnections, ModelConfig, ModelError, limited_activation
+from services.worker.models.config import (
+    DeltaConfig,
+    HyperConnections,
+    ModelConfig,
+    ModelError,
+    layer_kinds,
+    limited_activation,
+    require_positive,
+)
 from services.worker.models.hf_layers.delta import GLM_NEXT as GLM_NEXT
 from services.worker.models.hf_layers.latent import IndexConfig
-from services.worker.models.published.layout import Published
+from services.worker.models.published.layout import Published, converted
 from services.worker.models.rope import STILL
 from services.worker.ops.activation import SILU_LIMIT, Activation
 
@@ -99,6 +106,7 @@ _ONLY: tuple[tuple[str, object], ...] = (
     *(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
 )
 """Keys of which one value is supported; `transformers` does not read the last five, which published files have."""
+_POSITIVE = ("hc_mult", "hc_sinkhorn_iters", "index_kpool", "index_topk", "index_head_dim", "index_n_heads")
 _SAME = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "n_shared_experts", "routed_scaling_factor", "kv_lora_rank", "q_lora_rank", "v_head_dim"),
@@ -110,7 +118,7 @@ _SAME = (
 
 def glm_next(raw: Mapping[str, Any]) -> Published:
     """Raises ModelError, and msgspec.ValidationError."""
-    own = msgspec.convert({key: value for key, value in raw.items() if value is not None}, _RawGlmNext)
+    own = converted(raw, _RawGlmNext)
     if raw.get("linear_lower_bound", own.linear_lower_bound) is None:
         own.linear_lower_bound = None
     _refuse(own)
@@ -142,9 +150,7 @@ def _refuse(own: _RawGlmNext) -> None:
     for key, value in _ONLY:
         if getattr(own, key) != value:
             raise ModelError(f"{key} {getattr(own, key)} is not supported; {value} is")
-    for key in ("hc_mult", "hc_sinkhorn_iters", "index_kpool", "index_topk", "index_head_dim", "index_n_heads"):
-        if getattr(own, key) < 1:
-            raise ModelError(f"{key} {getattr(own, key)} is not positive")
+    require_positive(**{key: getattr(own, key) for key in _POSITIVE})
     if own.index_topk % own.index_kpool:
         raise ModelError(f"index_topk {own.index_topk} is no multiple of index_kpool {own.index_kpool}")
     if own.qk_nope_head_dim <= _SHARED_KEY:
@@ -156,12 +162,7 @@ def _kinds(own: _RawGlmNext) -> list[bool]:
     count = own.num_hidden_layers
     if own.layer_types is None:
         return [number % _PERIOD != _PERIOD - 1 for number in range(count)]
-    for kind in own.layer_types:
-        if kind not in _KINDS:
-            raise ModelError(f"layer_types {kind!r} is not supported; supported: {', '.join(_KINDS)}")
-    if len(own.layer_types) != count:
-        raise ModelError(f"layer_types names {len(own.layer_types)} layers, num_hidden_layers {count}")
-    return [_KINDS[kind] for kind in own.layer_types]
+    return layer_kinds("layer_types", own.layer_types, _KINDS, count)
 
 
 def _shared(own: _RawGlmNext, kinds: list[bool]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.worker.models.config import HyperConnections, ModelConfig, ModelError, limited_activation
-from services.worker.models.published.layout import Published
+from services.worker.models.published.layout import Published, converted
 from services.worker.ops.activation import SILU_LIMIT, Activation
 
 _LIKE = "GlmMoeDsaForCausalLM"
@@ -62,7 +62,7 @@ _OWN = ("layer_types", "hc_mult", "hc_magnitude", "hc_eps", "swiglu_limit", "lea
 
 def hy4(raw: Mapping[str, Any]) -> Published:
     """Raises ModelError, and msgspec.ValidationError."""
-    own = msgspec.convert({key: value for key, value in raw.items() if value is not None}, _RawHy4)
+    own = converted(raw, _RawHy4)
     for kind in own.layer_types or ():
         if kind not in _INDEXED:
             raise ModelError(f"layer_types {kind!r} is not supported; supported: {', '.join(_INDEXED)}")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import ModelError
+from services.worker.models.config import ModelError, require_positive
 from services.worker.models.published.layout import Published
 
 JAIS = "JAISLMHeadModel"
@@ -49,9 +49,7 @@ def jais(raw: Mapping[str, Any]) -> Published:
     """Behind `train_seq_len` tokens ALiBi's slopes would depend on a prompt's length: so many are served. Raises
     ModelError, and msgspec.ValidationError."""
     own = msgspec.convert(raw, _RawJais)
-    for key in ("n_embd", "n_layer", "n_head"):
-        if getattr(own, key) < 1:
-            raise ModelError(f"{key} {getattr(own, key)} is not positive")
+    require_positive(n_embd=own.n_embd, n_layer=own.n_layer, n_head=own.n_head)
     logits = own.mup_output_alpha * own.mup_width_scale if own.width_scale is None else own.width_scale
     if logits <= 0:
         raise ModelError(f"mup_width_scale {logits} of logits is not positive")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from services.worker.models.config import LayerConfig, ModelConfig
+
+_Raw = TypeVar("_Raw")
 
 
 class Published(NamedTuple):
@@ -22,3 +26,8 @@ class Published(NamedTuple):
     like: str = "LlamaForCausalLM"
     revised: Callable[[ModelConfig], ModelConfig] | None = None
     """What it is, by what that one would be; None: nothing is other than `changes` say."""
+
+
+def converted(raw: Mapping[str, Any], kind: type[_Raw]) -> _Raw:
+    """`raw` as a `kind`; keys that are `null` have their defaults. Raises msgspec.ValidationError."""
+    return msgspec.convert({key: value for key, value in raw.items() if value is not None}, kind)

@@ -11,8 +11,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
-from services.worker.models.config import BlockIndexConfig, LayerConfig, Mixture, ModelError, limited_activation
-from services.worker.models.published.layout import Published
+from services.worker.models.config import (
+    BlockIndexConfig,
+    LayerConfig,
+    Mixture,
+    ModelError,
+    layer_kinds,
+    limited_activation,
+    require_positive,
+)
+from services.worker.models.published.layout import Published, converted
 
 MINIMAX_M3 = "MiniMaxM3VLForCausalLM"
 _THETA = 5_000_000.0
@@ -88,10 +96,8 @@ _KEPT = (
 
 def minimax_m3(raw: Mapping[str, Any]) -> Published:
     """An indexer chooses blocks of keys in some layers. Raises ModelError, and msgspec.ValidationError."""
-    own = msgspec.convert({key: value for key, value in raw.items() if value is not None}, _RawM3)
-    for key in _POSITIVE:
-        if getattr(own, key) < 1:
-            raise ModelError(f"{key} {getattr(own, key)} is not positive")
+    own = converted(raw, _RawM3)
+    require_positive(**{key: getattr(own, key) for key in _POSITIVE})
     if own.hidden_act not in ("silu", "swigluoai"):
         raise ModelError(f"hidden_act {own.hidden_act!r} is not supported; supported: silu, swigluoai")
     rotation, rope = _rotation(own)
@@ -172,11 +178,7 @@ def _choosing(own: _RawM3) -> list[bool]:
         kinds = [_SPARSE if each else _FULL for each in blocks.sparse_attention_freq]
     if kinds is None:
         return [False] * own.num_hidden_layers
-    for kind in kinds:
-        if kind not in (_FULL, _SPARSE):
-            raise ModelError(f"layer_types {kind!r} is not supported; supported: {_FULL}, {_SPARSE}")
-    _check_count("layer_types", kinds, own.num_hidden_layers)
-    return [kind == _SPARSE for kind in kinds]
+    return layer_kinds("layer_types", kinds, {_FULL: False, _SPARSE: True}, own.num_hidden_layers)
 
 
 def _index(own: _RawM3, rotated: int) -> BlockIndexConfig:
@@ -214,13 +216,4 @@ def _mixing(own: _RawM3) -> list[bool]:
     kinds = own.mlp_layer_types
     if kinds is None:
         kinds = ["sparse" if each else "dense" for each in own.moe_layer_freq or [1] * own.num_hidden_layers]
-    for kind in kinds:
-        if kind not in ("dense", "sparse"):
-            raise ModelError(f"mlp_layer_types {kind!r} is not supported; supported: dense, sparse")
-    _check_count("mlp_layer_types", kinds, own.num_hidden_layers)
-    return [kind == "sparse" for kind in kinds]
-
-
-def _check_count(key: str, kinds: list[str], count: int) -> None:
-    if len(kinds) != count:
-        raise ModelError(f"{key} names {len(kinds)} layers, num_hidden_layers {count}")
+    return layer_kinds("mlp_layer_types", kinds, {"dense": False, "sparse": True}, own.num_hidden_layers)

@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.worker.models.config import LayerConfig, Mixture, ModelError
-from services.worker.models.published.layout import Published
+from services.worker.models.published.layout import Published, converted
 
 _Keys = Mapping[str, Any]
 
@@ -43,7 +43,7 @@ class _RawDeepSeek(_RawMixture, kw_only=True):
 def deepseek(raw: _Keys) -> Published:
     """The first DeepSeek-MoE, and DeepSeek-OCR 2's language model: a Llama but for its experts. Raises ModelError, and
     msgspec.ValidationError."""
-    own = _converted(raw, _RawDeepSeek)
+    own = converted(raw, _RawDeepSeek)
     mixture = Mixture(
         experts=own.n_routed_experts,
         chosen=own.num_experts_per_tok,
@@ -77,7 +77,7 @@ class _RawBailing(_RawMixture, kw_only=True):
 
 def bailing(raw: _Keys) -> Published:
     """Ling-lite and Ling-plus. Raises ModelError, and msgspec.ValidationError."""
-    own = _converted(raw, _RawBailing)
+    own = converted(raw, _RawBailing)
     return _bailing(raw, own, _mixture_of(own), {})
 
 
@@ -94,7 +94,7 @@ class _RawBailing2(_RawBailing, kw_only=True):
 
 def bailing_2(raw: _Keys) -> Published:
     """Ling 2.0 and Ring 1T. Raises ModelError, and msgspec.ValidationError."""
-    own = _converted(raw, _RawBailing2)
+    own = converted(raw, _RawBailing2)
     dim = own.head_dim or own.hidden_size // max(own.num_attention_heads, 1)
     rope = own.rope_parameters or {}
     part = rope.get("partial_rotary_factor", own.partial_rotary_factor)
@@ -168,7 +168,7 @@ class _RawSarvamLatent(_RawMixture, kw_only=True):
 
 def sarvam_latent(raw: _Keys) -> Published:
     """Sarvam 105B: a DeepSeek-V3 whose keys have other names. Raises ModelError, and msgspec.ValidationError."""
-    own = _converted({**_SARVAM, **raw}, _RawSarvamLatent)
+    own = converted({**_SARVAM, **raw}, _RawSarvamLatent)
     if own.moe_shared_expert_intermediate_size not in (None, own.moe_intermediate_size):
         raise ModelError(
             f"moe_shared_expert_intermediate_size {own.moe_shared_expert_intermediate_size} is not supported; "
@@ -247,8 +247,3 @@ def _check(mixture: Mixture) -> None:
 def _layers(layer: LayerConfig, count: int, dense: int) -> tuple[LayerConfig, ...]:
     """The first `dense` ones have an MLP."""
     return tuple(replace(layer, mixes=number >= dense) for number in range(count))
-
-
-def _converted(raw: _Keys, kind: type[Any]) -> Any:
-    """`raw` as a `kind`; keys that are `null` have their defaults. Raises msgspec.ValidationError."""
-    return msgspec.convert({key: value for key, value in raw.items() if value is not None}, kind)

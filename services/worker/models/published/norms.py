@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from services.worker.models.config import LayerConfig, ModelError
-from services.worker.models.published.layout import Published
+from services.worker.models.published.layout import Published, converted
 
 _Keys = Mapping[str, Any]
 
@@ -85,7 +85,7 @@ _KEPT = (
 def plamo_3(raw: _Keys) -> Published:
     """A Gemma 3 but for its activation, the scale of its embeddings and what norms behind blocks differ from. Raises
     ModelError, and msgspec.ValidationError."""
-    own = msgspec.convert({key: value for key, value in raw.items() if value is not None}, _RawPlamo3)
+    own = converted(raw, _RawPlamo3)
     for key in ("window_size", "rope_theta"):
         if raw.get(key) is None and not any(raw.get(each) for each in _OTHERS[key]):
             raise ModelError(f"{key} is missing: releases of the published code differ in what it is then")

@@ -18,6 +18,8 @@ from services.worker.models.config import (
     HyperConnections,
     ModelConfig,
     ModelError,
+    layer_kinds,
+    require_positive,
 )
 from services.worker.models.hf_layers.delta import QWEN4 as QWEN4
 from services.worker.models.published.layout import Published
@@ -112,9 +114,7 @@ def qwen4(raw: Mapping[str, Any]) -> Published:
 
 
 def _refuse(own: _RawQwen4) -> None:
-    for key in _POSITIVE:
-        if getattr(own, key) < 1:
-            raise ModelError(f"{key} {getattr(own, key)} is not positive")
+    require_positive(**{key: getattr(own, key) for key in _POSITIVE})
     if _gate(own) not in _GATES:
         raise ModelError(f"output_gate_type {_gate(own)!r} is not supported; supported: {', '.join(_GATES)}")
     if own.hc_count < 2:
@@ -135,12 +135,7 @@ def _kinds(own: _RawQwen4) -> list[str]:
             "full_attention" if number % period == period - 1 else "linear_attention"
             for number in range(own.num_hidden_layers)
         ]
-    for kind in own.layer_types:
-        if kind not in _KINDS:
-            raise ModelError(f"layer_types {kind!r} is not supported; supported: {', '.join(_KINDS)}")
-    if len(own.layer_types) != own.num_hidden_layers:
-        raise ModelError(f"layer_types names {len(own.layer_types)} layers, num_hidden_layers {own.num_hidden_layers}")
-    return [_KINDS[kind] for kind in own.layer_types]
+    return layer_kinds("layer_types", own.layer_types, _KINDS, own.num_hidden_layers)
 
 
 def _rotated(own: _RawQwen4, given: Mapping[str, Any]) -> int:

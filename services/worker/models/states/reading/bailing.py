@@ -14,7 +14,15 @@ import msgspec
 from msgspec import field
 from msgspec.structs import replace
 
-from services.worker.models.config import DeltaConfig, ExpertLimits, LayerConfig, ModelConfig, ModelError
+from services.worker.models.config import (
+    DeltaConfig,
+    ExpertLimits,
+    LayerConfig,
+    ModelConfig,
+    ModelError,
+    layer_kinds,
+    require_positive,
+)
 from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.hf_rope import RawRope, read_ropes
 from services.worker.models.states.reading.kimi import (
@@ -24,12 +32,7 @@ from services.worker.models.states.reading.kimi import (
     mixing_layers,
     mixture_of,
 )
-from services.worker.models.states.reading.model import (
-    layer_kinds,
-    model_with_states,
-    require_kernel,
-    require_positive,
-)
+from services.worker.models.states.reading.model import model_with_states, require_kernel
 
 LING_2_5 = ("BailingMoeV2_5ForCausalLM", "BailingMoeLinearV2ForCausalLM")
 """Of the same `model_type`, and of other layers."""

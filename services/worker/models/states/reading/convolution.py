@@ -7,15 +7,17 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import ConvolutionConfig, LayerConfig, Mixture, ModelConfig, ModelError
-from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
-from services.worker.models.states.reading.model import (
-    head_dim_of,
+from services.worker.models.config import (
+    ConvolutionConfig,
+    LayerConfig,
+    Mixture,
+    ModelConfig,
+    ModelError,
     layer_kinds,
-    model_with_states,
-    require_kernel,
     require_positive,
 )
+from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
+from services.worker.models.states.reading.model import head_dim_of, model_with_states, require_kernel
 
 _THETA = 1_000_000.0
 """Where the config names no base of the rotation."""

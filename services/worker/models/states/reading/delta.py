@@ -7,17 +7,18 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import DeltaConfig, LayerConfig, ModelConfig, ModelError
+from services.worker.models.config import (
+    DeltaConfig,
+    LayerConfig,
+    ModelConfig,
+    ModelError,
+    layer_kinds,
+    require_positive,
+)
 from services.worker.models.hf_layers.delta import SEEING_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import MixtureLayers, RawMixture, read_mixture
 from services.worker.models.hf_rope import Ropes, read_ropes
-from services.worker.models.states.reading.model import (
-    head_dim_of,
-    layer_kinds,
-    model_with_states,
-    require_kernel,
-    require_positive,
-)
+from services.worker.models.states.reading.model import head_dim_of, model_with_states, require_kernel
 
 _ROTATED = 0.25
 """Share of a head that is rotated where the config does not say."""

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.worker.models.config import LayerConfig, MambaConfig, ModelConfig, ModelError, Multipliers
+from services.worker.models.config import (
+    LayerConfig,
+    MambaConfig,
+    ModelConfig,
+    ModelError,
+    Multipliers,
+    require_positive,
+)
 from services.worker.models.states.reading.mamba import RawHybrid, decode_mamba, read_attention
-from services.worker.models.states.reading.model import model_with_states, require_kernel, require_positive
+from services.worker.models.states.reading.model import model_with_states, require_kernel
 
 
 class _RawFalconH1(RawHybrid, kw_only=True):

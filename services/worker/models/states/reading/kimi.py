@@ -12,16 +12,18 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import DeltaConfig, LatentConfig, LayerConfig, Mixture, ModelConfig, ModelError
-from services.worker.models.hf_layers.keys import first_given
-from services.worker.models.states.reading.model import (
-    NO_ROPE,
+from services.worker.models.config import (
+    DeltaConfig,
+    LatentConfig,
+    LayerConfig,
+    Mixture,
+    ModelConfig,
+    ModelError,
     layer_kinds,
-    model_with_states,
-    require_groups,
-    require_kernel,
     require_positive,
 )
+from services.worker.models.hf_layers.keys import first_given
+from services.worker.models.states.reading.model import NO_ROPE, model_with_states, require_groups, require_kernel
 
 _LAYER_TYPES = {"linear_attention": True, "full_attention": False}
 _MLP_TYPES = {"sparse": True, "dense": False}

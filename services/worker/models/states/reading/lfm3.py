@@ -8,14 +8,16 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import ConvolutionConfig, LayerConfig, ModelConfig, ModelError
-from services.worker.models.hf_rope import Ropes, read_ropes
-from services.worker.models.states.reading.model import (
-    head_dim_of,
-    model_with_states,
-    require_kernel,
+from services.worker.models.config import (
+    ConvolutionConfig,
+    LayerConfig,
+    ModelConfig,
+    ModelError,
+    layer_kinds,
     require_positive,
 )
+from services.worker.models.hf_rope import Ropes, read_ropes
+from services.worker.models.states.reading.model import head_dim_of, model_with_states, require_kernel
 
 _THETA = 1_000_000.0
 """Where a rotation names no base."""
@@ -99,16 +101,12 @@ def _layer(kind: str, window: int | None, ropes: Ropes) -> LayerConfig:
 
 
 def _kinds(raw: _RawLfm3) -> list[str]:
-    count, known = raw.num_hidden_layers, (_CONVOLUTION, _SLIDING, _FULL)
+    count, known = raw.num_hidden_layers, {kind: kind for kind in (_CONVOLUTION, _SLIDING, _FULL)}
     kinds = raw.layer_types
     if kinds is None:
         by_place = {_PERIOD // 2: _FULL, 0: _SLIDING}
         kinds = [by_place.get(each % _PERIOD, _CONVOLUTION) if each else _CONVOLUTION for each in range(count)]
-    for kind in kinds:
-        if kind not in known:
-            raise ModelError(f"layer_types {kind!r} is not supported; supported: {', '.join(known)}")
-    if len(kinds) != count:
-        raise ModelError(f"layer_types names {len(kinds)} layers, num_hidden_layers {count}")
+    kinds = layer_kinds("layer_types", kinds, known, count)
     if _SLIDING in kinds and (raw.sliding_window is None or raw.sliding_window < 1):
         raise ModelError(f"sliding_window {raw.sliding_window} is not positive: layer_types has {_SLIDING}")
     return kinds

@@ -9,18 +9,19 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import LayerConfig, MambaConfig, Mixture, ModelConfig, ModelError
+from services.worker.models.config import (
+    LayerConfig,
+    MambaConfig,
+    Mixture,
+    ModelConfig,
+    ModelError,
+    layer_kinds,
+    require_positive,
+)
 from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.hf_rope import RawRope, read_ropes
 from services.worker.models.rope import Rope
-from services.worker.models.states.reading.model import (
-    NO_ROPE,
-    head_dim_of,
-    layer_kinds,
-    model_with_states,
-    require_kernel,
-    require_positive,
-)
+from services.worker.models.states.reading.model import NO_ROPE, head_dim_of, model_with_states, require_kernel
 
 MAMBA2_POSITIONS = 1 << 20
 """Tokens of the longest sequence of a model without attention, whose config names none: nothing depends on it."""

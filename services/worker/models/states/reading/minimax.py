@@ -17,16 +17,13 @@ from services.worker.models.config import (
     ModelConfig,
     ModelError,
     ResidualScales,
+    layer_kinds,
+    require_positive,
 )
 from services.worker.models.hf_layers.keys import first_given
 from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
 from services.worker.models.hf_rope import RawRope, Ropes, read_ropes
-from services.worker.models.states.reading.model import (
-    head_dim_of,
-    layer_kinds,
-    model_with_states,
-    require_positive,
-)
+from services.worker.models.states.reading.model import head_dim_of, model_with_states
 
 _THETA = 1_000_000.0
 _HEADS_EPS = 1e-6

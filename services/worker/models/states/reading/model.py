@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from services.worker.models.config import (
     LatentConfig,
@@ -20,9 +19,6 @@ from services.worker.ops.activation import ActivationName
 
 NO_ROPE = PlainRope(10_000.0)
 """Of layers that rotate nothing."""
-
-
-_Name = TypeVar("_Name", str, int)
 
 
 class RawModel(Protocol):
@@ -111,24 +107,6 @@ def head_dim_of(hidden_size: int, heads: int, kv_heads: int, head_dim: int | Non
     if head_dim is None and hidden_size % heads:
         raise ModelError(f"hidden_size {hidden_size} is no multiple of {heads} heads")
     return head_dim or hidden_size // heads
-
-
-def layer_kinds(key: str, names: Sequence[_Name], known: Mapping[_Name, bool], count: int) -> list[bool]:
-    """What `known` has of each layer's name, which the config's `key` lists; `count` is the config's. Raises ModelError
-    for a name that is not known, and where there are not so many."""
-    for name in names:
-        if name not in known:
-            raise ModelError(f"{key} {name!r} is not supported; supported: {', '.join(map(str, known))}")
-    if len(names) != count:
-        raise ModelError(f"{key} names {len(names)} layers, num_hidden_layers {count}")
-    return [known[name] for name in names]
-
-
-def require_positive(**values: int) -> None:
-    """Raises ModelError for a key of `config.json` whose value is not."""
-    for key, value in values.items():
-        if value < 1:
-            raise ModelError(f"{key} {value} is not positive")
 
 
 def require_groups(groups: tuple[str, int], chosen_groups: int, experts: int, chosen: tuple[str, int]) -> None:

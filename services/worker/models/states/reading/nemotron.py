@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from services.worker.models.config import LayerConfig, MambaConfig, Mixture, ModelConfig, ModelError
+from services.worker.models.config import LayerConfig, MambaConfig, Mixture, ModelConfig, ModelError, require_positive
 from services.worker.models.hf_layers.tensor_names import NEMOTRON_H
 from services.worker.models.states.reading.mamba import RawMamba, decode_mamba
 from services.worker.models.states.reading.model import (
@@ -13,7 +13,6 @@ from services.worker.models.states.reading.model import (
     model_with_states,
     require_groups,
     require_kernel,
-    require_positive,
 )
 
 

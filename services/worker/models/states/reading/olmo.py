@@ -7,11 +7,18 @@ from collections.abc import Callable
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from services.worker.models.config import DeltaConfig, LayerConfig, ModelConfig, ModelError, dtype_named
+from services.worker.models.config import (
+    DeltaConfig,
+    LayerConfig,
+    ModelConfig,
+    ModelError,
+    dtype_named,
+    layer_kinds,
+    require_positive,
+)
 from services.worker.models.hf_layers.delta import OLMO_HYBRID
 from services.worker.models.hf_rope import read_ropes
 from services.worker.models.rope import PlainRope, Rope
-from services.worker.models.states.reading.model import layer_kinds
 
 _HEAD_EPS = 1e-5
 """Of the norm behind a delta net, whatever the config says of others; so `transformers` has it."""
@@ -106,10 +113,7 @@ def olmo_model_config(
 def _refuse_unsupported(raw: _RawOlmo) -> None:
     if raw.hidden_act not in ("silu", "swish"):
         raise ModelError(f"hidden_act {raw.hidden_act!r} is not supported; supported: silu")
-    for key in _POSITIVE:
-        value = getattr(raw, key)
-        if value is not None and value < 1:
-            raise ModelError(f"{key} {value} is not positive")
+    require_positive(**{key: value for key in _POSITIVE if (value := getattr(raw, key)) is not None})
     heads, kv_heads = raw.num_attention_heads, raw.num_key_value_heads or raw.num_attention_heads
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} is no multiple of {kv_heads} KV heads")

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from services.worker.models.config import LayerConfig, Mixture, ModelConfig, ModelError, SelectiveConfig
-from services.worker.models.hf_layers.selective import JAMBA, SELECTIVE_ARCHITECTURES
-from services.worker.models.states.reading.mamba import MAMBA2_POSITIONS, RawMamba, decode_mamba
-from services.worker.models.states.reading.model import (
-    NO_ROPE,
-    head_dim_of,
-    model_with_states,
-    require_kernel,
+from services.worker.models.config import (
+    LayerConfig,
+    Mixture,
+    ModelConfig,
+    ModelError,
+    SelectiveConfig,
     require_positive,
 )
+from services.worker.models.hf_layers.selective import JAMBA, SELECTIVE_ARCHITECTURES
+from services.worker.models.states.reading.mamba import MAMBA2_POSITIONS, RawMamba, decode_mamba
+from services.worker.models.states.reading.model import NO_ROPE, head_dim_of, model_with_states, require_kernel
 
 _ELEMENTS_OF_A_STEP = 16
 """Of a row, for each number that time steps are made of, where their rank is "auto"."""

@@ -7,17 +7,19 @@ from collections.abc import Callable
 import msgspec
 from msgspec import Struct
 
-from services.worker.models.config import LayerConfig, MambaConfig, ModelConfig, ModelError, SharedBlocks
+from services.worker.models.config import (
+    LayerConfig,
+    MambaConfig,
+    ModelConfig,
+    ModelError,
+    SharedBlocks,
+    layer_kinds,
+    require_positive,
+)
 from services.worker.models.hf_layers.shared import FED_MIXER, SHARED_BLOCK, ZAMBA2
 from services.worker.models.hf_rope import RawRope, read_ropes
 from services.worker.models.rope import Rope
-from services.worker.models.states.reading.model import (
-    NO_ROPE,
-    layer_kinds,
-    model_with_states,
-    require_kernel,
-    require_positive,
-)
+from services.worker.models.states.reading.model import NO_ROPE, model_with_states, require_kernel
 
 _MIXER_EPS = 1e-5
 """Of the norm behind a mixer, whatever the config says of others; so `transformers` has it."""
