@@ -86,9 +86,11 @@ def _is_about(fields: dict[str, Any] | None, request: str) -> bool:
 
 
 def ring_names(paths: Iterable[Path], request: str) -> frozenset[str]:
-    """`request`, and what the ring calls it where it is the client's own `X-Request-Id`: the gateway logs both."""
+    """`request`, and what the ring calls it where it is the client's own `X-Request-Id`: the gateway logs both, but of
+    what it refused before the ring had heard of it."""
     called = (line.fields for path in paths for line in lines_of(path) if line.fields)
-    return frozenset({request, *(f["request"] for f in called if f.get("client_request") == request)})
+    of_client = (fields.get("request") for fields in called if fields.get("client_request") == request)
+    return frozenset({request, *filter(None, of_client)})
 
 
 def merged(paths: Iterable[Path], query: LogQuery) -> Iterable[LogLine]:

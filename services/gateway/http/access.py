@@ -192,6 +192,8 @@ class AccessControl:
             "endpoint": endpoint,
             "status": record.status,
             "outcome": record.outcome,
+            "param": record.param,
+            "code": record.code,
             "model": record.model,
             "prompt_tokens": record.prompt_tokens,
             "output_tokens": record.output_tokens,

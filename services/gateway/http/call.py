@@ -60,6 +60,8 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 LINGER_SECONDS = 5.0
 LINGER_BYTES = 256 * 2**20
 """How long, and how much of, a refused body is still read."""
+PARAM_SHOWN = 100
+"""A field that nobody knows has the name that the client gave it."""
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -215,6 +217,10 @@ class CallRecord:
     """Of the response; None where none was started."""
     outcome: ResponseOutcome | None = None
     """Of a generation; None for everything else."""
+    param: str | None = None
+    """The field for which it was refused, its first `PARAM_SHOWN` characters; None: it was not, or for none."""
+    code: str | None = None
+    """Of the error, where it has one."""
     request: str | None = None
     """The generation's id, which the other lines of the logs have."""
     model: ModelName | None = None
@@ -442,6 +448,7 @@ class Call:
         """Sends an error as clients of the call's API expect it. Where the body was not read to its end, the connection
         closes."""
         ERRORS.labels(str(error.status)).inc()
+        self.record.param, self.record.code = error.param and error.param[:PARAM_SHOWN], error.code
         headers: list[tuple[bytes, bytes]] = []
         if error.retry_after is not None:
             headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))

@@ -193,6 +193,10 @@ async def test_each_request_leaves_a_line_without_any_text(
     assert lines()[0]["request"] == answer.id
     assert {line["endpoint"] for line in lines()} == {"/v1/chat/completions"}
     assert [line.get("model") for line in lines()] == [MODEL, MODEL, MODEL, None]
+    assert [(line.get("param"), line.get("code")) for line in lines()[1:3]] == [
+        (None, None),
+        ("model", "model_not_found"),
+    ]
     assert not any("secret text" in repr(line) or keys.secrets["alice"] in repr(line) for line in lines())
 
 

@@ -49,6 +49,15 @@ def test_the_choices_of_a_request_are_found_by_what_their_ids_share(tmp_path: Pa
     assert texts(tmp_path, EVERYTHING._replace(request="r")) == ["asked", "tokenized", "other", "answered"]
 
 
+def test_a_request_that_was_refused_is_found_by_the_clients_id_alone(tmp_path: Path) -> None:
+    paths = log_files.log_files(folder(tmp_path))
+    with (tmp_path / "gateway-1.log").open("a") as file:
+        file.write(line(6, "gateway-1", "audit").replace("}", ',"status":400,"client_request":"mine"}'))
+        file.write(line(7, "gateway-1", "audit", "r-1").replace("}", ',"client_request":"mine"}'))
+    found = [each.fields["event"] for each in merged(paths, EVERYTHING._replace(request="mine")) if each.fields]
+    assert found == ["asked", "tokenized", "answered", "audit", "audit"]
+
+
 def test_a_service_has_all_its_instances_and_an_instance_has_itself(tmp_path: Path) -> None:
     assert texts(tmp_path, EVERYTHING._replace(service="gateway")) == ["asked", "answered", "idle"]
     assert texts(tmp_path, EVERYTHING._replace(service="tokenizer-1"))[0] == "tokenized"
