@@ -34,6 +34,7 @@ from deploy.supervisor.state_file import MemberRecord, StackState, read_state
 from shared.bus import Bus
 from shared.messages.lifecycle import Lifecycle
 from tests.support.paths import REPOSITORY
+from tests.support.warm.forked_up import ForkedUp, can_fork, fork_up
 from tests.support.warm.processes import baton_up
 
 START_DEADLINE = 200.0
@@ -69,8 +70,10 @@ class RunningStack:
         """Ids of connections to its bus by which a test says what is to be refused."""
         self.supervisor = self._started()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> subprocess.Popen[bytes] | ForkedUp:
         """It dies with the tests; what it has started ends soon after."""
+        if can_fork(self._argv):
+            return fork_up(self._argv, self._environment, self._said, die_with_parent)
         with self._said.open("ab") as output:
             return subprocess.Popen(
                 self._argv,

@@ -16,8 +16,12 @@ PRELOADED = (
     "transformers.modeling_utils",
     "services.worker.guided.fork_server",
     "xgrammar",
+    "deploy.cli.up.run",
+    "tests.support.cluster.stack",
 )
-"""What is forked are ranks, and servers of grammars: importing takes most of the processor time of either."""
+"""What is forked are ranks, servers of grammars and supervisors: importing takes most of the processor time of each."""
+_forked_by: list[int] = []
+"""This process, where it has forked one."""
 
 
 def fork_server() -> None:
@@ -34,8 +38,14 @@ def fork_server() -> None:
     util.spawnv_passfds = forked  # type: ignore[attr-defined]
     try:
         forkserver.ensure_running()
+        _forked_by.append(os.getpid())
     finally:
         util.spawnv_passfds = start  # type: ignore[attr-defined]
+
+
+def is_there() -> bool:
+    """Whether this process has forked one."""
+    return os.getpid() in _forked_by
 
 
 def _serve(code: str, descriptors: Sequence[int]) -> NoReturn:
@@ -51,7 +61,8 @@ def _serve(code: str, descriptors: Sequence[int]) -> NoReturn:
         os.dup2(2, 1)
         os.close(nothing)
         if descriptors[0] in select.select(descriptors, [], [])[0]:
-            exec(code, {})
+            with suppress(SystemExit):  # as it ends where nobody needs it any more
+                exec(code, {})
         os._exit(0)
     except BaseException:  # nothing of the tests' process may run on in here
         traceback.print_exc()
