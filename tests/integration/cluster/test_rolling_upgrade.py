@@ -23,13 +23,13 @@ from tests.support.cluster.nats_server import NatsServer
 from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
 
-PREVIOUS = "0.2.0"
+PREVIOUS = "0.3.0"
 MODEL = REPOSITORY / "deploy/demo/model"
 TOKENS = 60
 DTYPE = "--dtype=float32"
-"""What 0.2.0 chose for small models; later releases take the checkpoint's."""
+"""Of both, whatever a release chooses."""
 OPS = "--ops=torch"
-"""Kernels of 0.2.0 would be compiled for this alone, and others add in another order."""
+"""Kernels of the previous release would be compiled for this alone, and others add in another order."""
 
 
 def commit_of(version: str) -> str:
