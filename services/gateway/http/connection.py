@@ -5,21 +5,39 @@ that its client has left; and a request's head is bounded in size and time.
 
 What a turn of the event loop makes for a client goes to its socket in one piece: where steps come faster than the
 gateway gets to run, a turn takes in several, and each system call costs as much as making a token's event.
+
+What clients send is read in pieces, and all of them together get a few milliseconds of each turn: 256 KiB, which the
+loop takes from a socket at once, may be 14,000 requests, or as many chunks or headers, and hold up everybody for half a
+second.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.gateway.http.call import EXTENSION
 
 MAX_HEAD_BYTES = 65_536
+"""Of a head, and of what is neither head nor body: extensions of chunks, trailers."""
 HEAD_TIMEOUT = 30.0
 """Seconds from connecting, or from a further request's first byte, to the end of its head."""
+
+READ_SECONDS = 0.005
+"""Of a turn of the loop, for reading what clients have sent."""
+MIN_PIECE_BYTES = 4 * 2**10
+MAX_PIECE_BYTES = 32 * 2**10
+"""Of what was received, read at once: pieces grow while reading one takes less than CHEAP_SECONDS."""
+CHEAP_SECONDS = 0.0002
+MAX_PIPELINED = 16
+"""Requests of a connection that wait behind the one that is answered, about; the rest is not read until they are
+answered."""
 
 HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -42,13 +60,79 @@ class UnflushedConnections:
             connection.flush()
 
 
+class ReadTurns:
+    """Owns which connections have received what was not read yet, and how much of this turn of the loop is left for
+    that."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Connection] = deque()
+        self._spent: float | None = None
+        """Seconds of this turn; None: nothing was read in it."""
+
+    def may_read(self, loop: asyncio.AbstractEventLoop, *, again: bool = False) -> bool:
+        """Whether there is time left in this turn; for another piece of a connection only where no other one waits."""
+        if self._spent is None:
+            self._spent = 0.0
+            loop.call_soon(self._next_turn, loop)
+        return self._spent < READ_SECONDS and not (again and self._waiting)
+
+    def record(self, seconds: float) -> None:
+        """So long did reading take."""
+        self._spent = (self._spent or 0.0) + seconds
+
+    def add(self, connection: Connection) -> None:
+        """It has more to be read, when its turn comes."""
+        self._waiting.append(connection)
+        self.may_read(connection.loop)
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._spent = None
+        for _ in range(len(self._waiting)):  # each once: who has still more is behind the others then
+            if not self.may_read(loop):
+                break
+            self._waiting.popleft().read_on()
+        if self._waiting:
+            self.may_read(loop)
+
+
+class _HeldFlow(FlowControl):
+    """Owns whether the transport receives: not while something that it has received was not read."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self.held = False
+        self._wanted = True
+
+    def pause_reading(self) -> None:
+        self._wanted = False
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        self._wanted = True
+        if not self.held:
+            super().resume_reading()
+
+    def hold(self) -> None:
+        self.held = True
+        super().pause_reading()
+
+    def release(self) -> None:
+        self.held = False
+        if self._wanted:
+            super().resume_reading()
+
+
 class Connection(HttpToolsProtocol):
     """Owns the transport while a response is streamed; the response's start and end go through ASGI's `send`."""
 
-    def __init__(self, unflushed: UnflushedConnections, **options: Any) -> None:
+    def __init__(self, unflushed: UnflushedConnections, turns: ReadTurns, **options: Any) -> None:
         """`options`: uvicorn's."""
         super().__init__(**options)
-        self._unflushed = unflushed
+        self._unflushed, self._turns = unflushed, turns
+        self._received = b""
+        """What was not read of what was received; then nothing more is received."""
+        self._waits = False
+        """Whether it is read on when its turn comes."""
         self._chunks: list[bytes] = []
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -57,14 +141,18 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         self._expect_head()
+        self._idle_read = False
+        """Whether a piece was neither body nor the end of anything."""
         self._served: Any = None
         """The cycle of the request that is being answered; `cycle` is that of the last one that came."""
         super().connection_made(transport)
+        self.flow: _HeldFlow = _HeldFlow(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Calls `on_lost` exactly once when the connection has ended. Uvicorn tells the last request that came, which
         may wait behind the one that is being answered."""
         self._head_timer.cancel()
+        self._received = b""
         self._disconnect()
         super().connection_lost(exc)
         if self.on_lost is not None:
@@ -79,6 +167,11 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
         self.scope["extensions"] = {EXTENSION: self}  # type: ignore[dict-item]
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a header; none behind a body, which nobody reads."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """The head has arrived in time."""
         self._head_timer.cancel()
@@ -92,12 +185,14 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Takes a piece of the body, and no more before the endpoint asks for it: what waits for admission, or for
         room, does not fill the memory."""
+        self._idle_read = False
         super().on_body(body)
         if self.cycle is not None and not self.cycle.response_complete:
             self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
         """The body has arrived: reads on, as only a reading connection shows that its client leaves."""
+        self._idle_read = False
         super().on_message_complete()
         if not self.pipeline:
             self.flow.resume_reading()
@@ -107,15 +202,61 @@ class Connection(HttpToolsProtocol):
         if self.pipeline:
             self._served = self.pipeline[-1][0]
         super().on_response_complete()
+        if self.flow.held and not self._waits and len(self.pipeline) < MAX_PIPELINED:
+            self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Counts the bytes of a head, and closes the connection with a 431 above the limit."""
-        super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
-            self._head_bytes += len(data)
+        """Reads as much of it as there is time for, and receives nothing more until all of it is read."""
+        self._received += data
+        if not self.flow.held:
+            self.read_on()
+
+    def read_on(self) -> None:
+        """Reads what was received, a piece after the other, as long as others need not wait for it."""
+        received, at, size = self._received, 0, MIN_PIECE_BYTES
+        self._waits = False
+        if self.flow.held and self._in_head:
+            self._expect_head()
+        while at < len(received) and not self.transport.is_closing():
+            if len(self.pipeline) >= MAX_PIPELINED:
+                self._hold(received[at:])
+                return
+            if not self._turns.may_read(self.loop, again=at > 0):
+                self._hold(received[at:])
+                self._wait()
+                return
+            began = time.perf_counter()
+            self._read_piece(received if at == 0 and len(received) <= size else received[at : at + size])
+            took, at = time.perf_counter() - began, at + size
+            self._turns.record(took)
+            size = min(2 * size, MAX_PIECE_BYTES) if took < CHEAP_SECONDS else MIN_PIECE_BYTES
+        self._received = b""
+        if self.flow.held and not self.transport.is_closing():
+            self.flow.release()
+
+    def _hold(self, rest: bytes) -> None:
+        """Keeps it until its turn comes, or until a response ends. The client is not to blame meanwhile."""
+        self._received = rest
+        self._head_timer.cancel()
+        self.flow.hold()
+
+    def _wait(self) -> None:
+        self._waits = True
+        self._turns.add(self)
+
+    def _read_piece(self, piece: bytes) -> None:
+        """Counts the bytes of a head, or of what is no body, and closes the connection with a 431 above the limit."""
+        self._idle_read = True
+        super().data_received(piece)
+        if self.transport.is_closing():
+            return
+        if self._in_head or self._idle_read:
+            self._head_bytes += len(piece)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self.transport.write(HEAD_TOO_LARGE)
                 self.transport.close()
+        else:
+            self._head_bytes = 0
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT, lambda: self.transport.close())

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Callable
 
+import pytest
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from services.gateway.http.connection import Connection, UnflushedConnections
+from services.gateway.http import connection as module
+from services.gateway.http.connection import MAX_PIPELINED, MIN_PIECE_BYTES, Connection, ReadTurns, UnflushedConnections
 
 
 class Socket(asyncio.Transport):
@@ -17,6 +22,16 @@ class Socket(asyncio.Transport):
         super().__init__()
         self.writes: list[bytes] = []
         self.closed = False
+        self.paused = False
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+    def close(self) -> None:
+        self.closed = True
 
     def is_closing(self) -> bool:
         return self.closed
@@ -27,14 +42,27 @@ class Socket(asyncio.Transport):
         self.writes.append(bytes(data))
 
 
-async def _app(scope: object, receive: object, send: object) -> None:
+async def _no_app(scope: Scope, receive: Receive, send: Send) -> None:
     raise AssertionError("no request comes")
 
 
-def _connected(unflushed: UnflushedConnections) -> tuple[Connection, Socket]:
-    config = uvicorn.Config(_app, http=Connection, ws="none", lifespan="off", log_config=None, interface="asgi3")
+async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with the path, and how many headers there were and how much of a body."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
+    answer = b"%b %d %d;" % (scope["path"].encode(), len(scope["headers"]), size)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(answer))]})
+    await send({"type": "http.response.body", "body": answer})
+
+
+def _connected(
+    unflushed: UnflushedConnections, app: ASGIApp = _no_app, turns: ReadTurns | None = None
+) -> tuple[Connection, Socket]:
+    config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_config=None, interface="asgi3")
     config.load()
-    connection = Connection(unflushed, config=config, server_state=ServerState(), app_state={})
+    connection = Connection(unflushed, turns or ReadTurns(), config=config, server_state=ServerState(), app_state={})
     connection.connection_made(socket := Socket())
     return connection, socket
 
@@ -71,3 +99,73 @@ async def test_a_client_that_leaves_within_the_turn_keeps_nothing_from_others() 
     of_first.closed = True
     await asyncio.sleep(0)
     assert (of_first.writes, of_second.writes) == ([], [b"5\r\ntoken\r\n"])
+
+
+def _answers(socket: Socket) -> list[bytes]:
+    return re.findall(rb"\r\n\r\n(/[^;]*;)", b"".join(socket.writes))
+
+
+async def _turns(done: Callable[[], bool]) -> int:
+    """How many turns of the loop pass until something is done."""
+    for turn in range(100_000):
+        if done():
+            return turn
+        await asyncio.sleep(0)
+    raise AssertionError("it was not done")
+
+
+async def test_of_requests_that_come_at_once_few_wait_in_memory_and_all_are_answered_in_order() -> None:
+    connection, socket = _connected(UnflushedConnections(), _echo)
+    requests = [b"GET /%d HTTP/1.1\r\n\r\n" % number for number in range(500)]
+    connection.data_received(b"".join(requests))
+    assert socket.paused
+    most = MAX_PIPELINED + MIN_PIECE_BYTES // len(requests[0])
+    assert len(connection.pipeline) <= most
+    await _turns(lambda: len(_answers(socket)) == len(requests))
+    assert _answers(socket) == [b"/%d 0 0;" % number for number in range(500)]
+    assert not socket.paused
+    connection.connection_lost(None)
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        b"GET /flood HTTP/1.1\r\n\r\n" * 1500,
+        b"POST /flood HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n",
+    ],
+    ids=["requests", "chunks"],
+)
+async def test_who_sends_much_that_is_small_leaves_others_their_turn(
+    flood: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "READ_SECONDS", 1e-9)
+    unflushed, turns = UnflushedConnections(), ReadTurns()
+    (hostile, of_hostile), (good, of_good) = (_connected(unflushed, _echo, turns) for _ in range(2))
+    hostile.data_received(flood)
+    good.data_received(b"GET /good HTTP/1.1\r\n\r\n")
+    assert await _turns(lambda: _answers(of_good) == [b"/good 0 0;"]) < 20
+    assert of_hostile.paused
+    expected = flood.count(b"/flood")
+    assert await _turns(lambda: len(_answers(of_hostile)) == expected) > 20
+    assert _answers(of_hostile)[-1] == b"/flood %d %d;" % ((0, 0) if expected > 1 else (1, 20_000))
+    for connection in (hostile, good):
+        connection.connection_lost(None)
+
+
+@pytest.mark.parametrize(
+    "between", [b"0\r\n" + b"a: b\r\n" * 30_000, b"0\r\na: " + b"b" * 200_000, b"1;" + b"b" * 200_000]
+)
+async def test_what_is_neither_head_nor_body_is_bounded(between: bytes) -> None:
+    connection, socket = _connected(UnflushedConnections(), _echo)
+    connection.data_received(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n" + between)
+    await _turns(lambda: socket.closed)
+    assert b"".join(socket.writes).startswith(b"HTTP/1.1 431")
+    connection.connection_lost(None)
+
+
+async def test_headers_behind_a_body_are_nobodys() -> None:
+    connection, socket = _connected(UnflushedConnections(), _echo)
+    connection.data_received(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\na: b\r\n\r\n")
+    await _turns(lambda: bool(_answers(socket)))
+    assert _answers(socket) == [b"/ 1 1;"]
+    connection.connection_lost(None)
