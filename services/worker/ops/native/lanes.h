@@ -46,7 +46,7 @@ using U = Sixteen<RegU>;
 #define BATON_EACH for (int i_ = 0; i_ < kParts; ++i_)
 // Before a loop over the rows or columns of a tile: unrolled before anything else, its sums are registers throughout; later, GCC
 // keeps them on the stack between two loops that add to them.
-#define BATON_UNROLLED _Pragma("GCC unroll 8")
+#define BATON_UNROLLED _Pragma("GCC unroll 12")
 
 BATON_INLINE F zeros() {
     F r;

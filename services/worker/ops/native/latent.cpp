@@ -90,17 +90,23 @@ template <class Item> struct Task {
 template <class Item, int R, int C> void score_tile(const Task<Item>& t, int row, int to) {
     const float *x[R], *w[C];
     F sums[R][C];
+    BATON_UNROLLED
     for (int r = 0; r < R; ++r) {
         x[r] = t.query(row + r);
+        BATON_UNROLLED
         for (int c = 0; c < C; ++c) sums[r][c] = zeros();
     }
+    BATON_UNROLLED
     for (int c = 0; c < C; ++c) w[c] = t.scratch.keys + int64_t(c) * t.dim() * kPageTokens;
     multiply_tile<Single, R, C>(x, w, t.dim(), kPageTokens, sums);
+    BATON_UNROLLED
     for (int r = 0; r < R; ++r)
+        BATON_UNROLLED
         for (int c = 0; c < C; ++c) store(t.scratch.scores + (row + r) * kChunkTokens + to + c * kPageTokens, sums[r][c]);
 }
 
 template <class Item, int C> void score_pages(const Task<Item>& t, int first_page, int at) {
+    BATON_UNROLLED
     for (int c = 0; c < C; ++c) t.transpose_page(first_page + at + c, t.scratch.keys + int64_t(c) * t.dim() * kPageTokens);
     by_rows(t.count(), [&](int row, auto rows) { score_tile<Item, decltype(rows)::value, C>(t, row, at * kPageTokens); });
 }
@@ -109,14 +115,19 @@ template <class Item, int C> void score_pages(const Task<Item>& t, int first_pag
 template <class Item, int R, int C> void mix_tile(const Task<Item>& t, int row, int page, int tokens, int column) {
     const float *x[R], *w[C];
     F sums[R][C];
+    BATON_UNROLLED
     for (int r = 0; r < R; ++r) {
         x[r] = t.scratch.scores + (row + r) * kChunkTokens + page * kPageTokens;
+        BATON_UNROLLED
         for (int c = 0; c < C; ++c)
             sums[r][c] = page ? load(t.scratch.mixed + (row + r) * t.width() + column + c * kLanes) : zeros();
     }
+    BATON_UNROLLED
     for (int c = 0; c < C; ++c) w[c] = t.scratch.values + column + c * kLanes;
     multiply_tile<Single, R, C>(x, w, tokens, t.width(), sums);
+    BATON_UNROLLED
     for (int r = 0; r < R; ++r)
+        BATON_UNROLLED
         for (int c = 0; c < C; ++c) store(t.scratch.mixed + (row + r) * t.width() + column + c * kLanes, sums[r][c]);
 }
 

@@ -36,12 +36,16 @@ __attribute__((noinline)) void multiply_paired_segments(const int16_t* x, const 
         for (int i = 0; i < ahead.lines; ++i, ahead.from += 64) __builtin_prefetch(ahead.from, 0, 2);
         terms_ahead.fetch(own.terms);
         U sum[R][kPairedColumns];
+        BATON_UNROLLED
         for (int r = 0; r < R; ++r)
+            BATON_UNROLLED
             for (int c = 0; c < kPairedColumns; ++c) sum[r][c] = all_bits(0);
 #pragma GCC unroll 2
         for (int step = 0; step < steps; ++step, w += kPairedStepBytes<code>, x += Quad::kItems * R)
             multiply_paired_step<code, R>(x, w, sum);
+        BATON_UNROLLED
         for (int r = 0; r < R; ++r)
+            BATON_UNROLLED
             for (int c = 0; c < kPairedColumns; ++c) sums[r][c] = add_paired<code>(sums[r][c], sum[r][c], own, r, c);
         own.terms.scales += kGroupOutputs;
         if (own.terms.zeros) own.terms.zeros += kGroupOutputs;

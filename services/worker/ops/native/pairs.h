@@ -57,8 +57,10 @@ template <Code code, int R>
 BATON_INLINE void multiply_paired_step(const int16_t* x, const uint8_t* w, U sum[R][kPairedColumns]) {
     PairedWeights weights[kPairedColumns];
     load_paired<code>(w, weights);
+    BATON_UNROLLED
     for (int r = 0; r < R; ++r) {
         __m512i odd = paired_inputs(x + 4 * r), even = paired_inputs(x + 4 * r + 2);
+        BATON_UNROLLED
         for (int c = 0; c < kPairedColumns; ++c)
             sum[r][c].part[0] = add_products(sum[r][c].part[0], _mm512_add_epi16(weights[c].even, odd), _mm512_add_epi16(weights[c].odd, even));
     }
@@ -68,7 +70,9 @@ BATON_INLINE void multiply_paired_step(const int16_t* x, const uint8_t* w, U sum
 template <int R>
 __attribute__((noinline)) void multiply_pairs(const int16_t* x, const uint8_t* w, int steps, Ahead ahead, U sums[R][kPairedColumns]) {
     U sum[R][kPairedColumns];
+    BATON_UNROLLED
     for (int r = 0; r < R; ++r)
+        BATON_UNROLLED
         for (int c = 0; c < kPairedColumns; ++c) sum[r][c] = all_bits(0);
     auto step = [&] {
         multiply_paired_step<Code::kQuad, R>(x, w, sum);
@@ -81,7 +85,9 @@ __attribute__((noinline)) void multiply_pairs(const int16_t* x, const uint8_t* w
         for (int i = 0; i < kChunk; ++i) step();
     }
     for (; steps > 0; --steps) step();
+    BATON_UNROLLED
     for (int r = 0; r < R; ++r)
+        BATON_UNROLLED
         for (int c = 0; c < kPairedColumns; ++c) sums[r][c] = sum[r][c];
 }
 

@@ -84,18 +84,24 @@ __attribute__((noinline)) void multiply_segments(const int8_t* x, int64_t stride
         for (int i = 0; i < ahead.lines; ++i, ahead.from += 64) __builtin_prefetch(ahead.from, 0, 2);
         terms_ahead.fetch(terms);
         U sum[Rows][Columns];
+        BATON_UNROLLED
         for (int r = 0; r < Rows; ++r)
+            BATON_UNROLLED
             for (int c = 0; c < Columns; ++c) sum[r][c] = all_bits(0);
 #pragma GCC unroll 4
         for (int step = 0; step < steps; ++step, w += segment_step_bytes(code), x += Quad::kItems) {
             decltype(Quad::weights_of(U{})) weights[Columns];
             load_quads<code, Columns>(w, weights);
+            BATON_UNROLLED
             for (int r = 0; r < Rows; ++r) {
                 auto factor = Quad::broadcast(x + r * stride);
+                BATON_UNROLLED
                 for (int c = 0; c < Columns; ++c) sum[r][c] = Quad::multiply(sum[r][c], weights[c], factor);
             }
         }
+        BATON_UNROLLED
         for (int r = 0; r < Rows / 2; ++r)
+            BATON_UNROLLED
             for (int c = 0; c < Columns; ++c)
                 sums[r][c] = add_segment<code>(sums[r][c], sum[2 * r][c], sum[2 * r + 1][c], terms, c, terms.row_sums[r * terms.row_stride]);
         terms.scales += kGroupOutputs;
