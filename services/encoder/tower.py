@@ -34,7 +34,7 @@ _LOADED_WHOLE = ("lighton_ocr",)
 """By `model_type`, those of which the library finds no tensors but with their head."""
 _COUNT_FRAMES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
 """By `model_type`, those whose bounds are of all frames that a patch is deep, though an image is the same in each."""
-_ONE_AXIS = ("lfm3_vl", "video_llama_3")
+_ONE_AXIS = ("lfm3_vl", "video_llama_3", "glm5_next", "minimax_m3_vl")
 """By `model_type`, those whose tokens of images have positions as those of texts, though their patches lie in grids."""
 _SCALE = "_scale"
 """What the name of a tensor ends with, or nearly so, that belongs to quantised weights."""
@@ -97,7 +97,10 @@ class ImageTower:
         if hasattr(self._processor, "merge_size"):
             self._frames = FramePatches.of_model(self._folder, self._processor, self._max_rows, max_pixels)
             counted = self._processor.temporal_patch_size if config.model_type in _COUNT_FRAMES else 1
-            self._processor.size = self._bounded_size(max_pixels, counted)
+            if hasattr(self._processor, "max_image_tokens"):
+                self._bound_rows(max_pixels)
+            else:
+                self._processor.size = self._bounded_size(max_pixels, counted)
         elif max_pixels is not None and not self._images.bounds_sides:
             raise TowerUnusable(
                 f"{self._folder}: max_pixels is not allowed, as the model gives images sizes of its own"
@@ -192,6 +195,15 @@ class ImageTower:
         if most < side**2:
             raise TowerUnusable(f"max_pixels {most} is not allowed; at least {side**2}, a row")
         return {"shortest_edge": min(size["shortest_edge"], counted * most), "longest_edge": counted * most}
+
+    def _bound_rows(self, max_pixels: int | None) -> None:
+        """The same of GLM-5-Next's, which counts rows."""
+        own, each = self._processor, (self._processor.patch_size * self._merged) ** 2
+        most = min(own.max_image_tokens, self._max_rows)
+        most = most if max_pixels is None else min(most, max_pixels // each)
+        if most < 1:
+            raise TowerUnusable(f"max_pixels {max_pixels} is not allowed; at least {each}, a row")
+        own.min_image_tokens, own.max_image_tokens = min(own.min_image_tokens, most), most
 
     @torch.inference_mode()
     def _check_an_image(self) -> None:

@@ -49,8 +49,6 @@ QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneratio
 MINIMAX_M3_VL, LFM3_VL = "MiniMaxM3SparseForConditionalGeneration", "Lfm3VlForConditionalGeneration"
 MISTRAL_LARGE_4 = "MistralLarge4ForConditionalGeneration"
 GLM_5_NEXT, QWEN4_VL = "Glm5NextForConditionalGeneration", "Qwen4ExpForConditionalGeneration"
-TEXT_ALONE = (MINIMAX_M3_VL, MISTRAL_LARGE_4, GLM_5_NEXT, QWEN4_VL)
-"""Of these the language model alone is served, which Baton's own code computes."""
 IMAGE_ARCHITECTURES = (
     GEMMA,
     LLAVA,
@@ -78,6 +76,10 @@ IMAGE_ARCHITECTURES = (
     DEEPSEEK_OCR2,
     VIDEO_LLAMA3,
     MINICPM_V,
+    MISTRAL_LARGE_4,
+    MINIMAX_M3_VL,
+    GLM_5_NEXT,
+    QWEN4_VL,
     *QWEN_OMNI,
     QWEN2_AUDIO,
 )
@@ -86,7 +88,7 @@ Baton's own code computes."""
 LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4, AYA_VISION, COHERE2_VISION)
 """The same of those whose language model `transformers` computes."""
 
-_TOKENS = {
+DEFAULT_IMAGE_TOKENS = {
     LLAVA_ONEVISION: 151_646,
     GLM4V: 151_343,
     GLM46V: 151_343,
@@ -103,6 +105,10 @@ _TOKENS = {
     QIANFAN_OCR: 151_667,
     DEEPSEEK_OCR2: 128_815,
     VIDEO_LLAMA3: 151_655,
+    MISTRAL_LARGE_4: 10,
+    MINIMAX_M3_VL: 200_025,
+    GLM_5_NEXT: 154_854,
+    QWEN4_VL: 248_056,
     **dict.fromkeys(QWEN_OMNI, 151_655),
 }
 """Of an image, as `transformers` has it where a configuration does not say."""
@@ -157,7 +163,6 @@ class _RawArchitectureNames(Struct):
 
 
 _ARCHITECTURES = (*IMAGE_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES)
-_NESTING = (*_ARCHITECTURES, *TEXT_ALONE)
 _R = TypeVar("_R", bound=Struct)
 
 
@@ -182,7 +187,7 @@ def known_config(folder: Path, kind: type[_R]) -> _R | None:
 def nests_language_model(folder: Path) -> bool:
     """Whether the tensors of the model in `folder` are named as those of a language model within another one."""
     raw = known_config(folder, _RawArchitectureNames)
-    return raw is not None and any(map(_NESTING.__contains__, raw.architectures))
+    return raw is not None and any(map(_ARCHITECTURES.__contains__, raw.architectures))
 
 
 def hears_alone(folder: Path) -> bool:
@@ -221,7 +226,7 @@ def read_image_model(folder: Path) -> ImageModel | None:
     if QWEN2_AUDIO in raw.architectures:
         return ImageModel(raw.audio_token_index, hears=True)
     if token is None:
-        token = next((default for each, default in _TOKENS.items() if each in raw.architectures), None)
+        token = next((default for each, default in DEFAULT_IMAGE_TOKENS.items() if each in raw.architectures), None)
     if any(each in QWEN_OMNI for each in raw.architectures):
         assert token is not None, "one of them is the default"
         return ImageModel(token, sound=raw.audio_token_id or raw.audio_token_index)

@@ -226,6 +226,20 @@ class DeepseekOcrText:
         return (int(made["num_local_patches"][0]) * _QUERIES_OF_A_TILE + _QUERIES_OF_THE_WHOLE + 1) * token
 
 
+class MiniMaxText:
+    """MiniMax-M3's: its rows between two marks."""
+
+    settings: Mapping[str, Any] = {}
+
+    def __init__(self, config: Any, name_of: NameOf) -> None:
+        self._merged = config.vision_config.spatial_merge_size**2
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        rows = int(made["image_grid_thw"][0].prod()) // self._merged
+        return f"]<]start of image[>[{rows * token}]<]end of image[>["
+
+
 _QUERIES_OF_A_TILE, _QUERIES_OF_THE_WHOLE = 12**2, 16**2
 """DeepSeek-OCR 2's tower has so many, whatever its configuration says."""
 
@@ -250,5 +264,6 @@ TEXTS: dict[str, Callable[[Any, NameOf], ImageText]] = {
     "lfm2_vl": LfmText,
     "minicpmv4_6": MiniCpmText,
     "deepseek_ocr2": DeepseekOcrText,
+    "minimax_m3_vl": MiniMaxText,
 }
 """By `model_type` of the model, or else of the tower. Others have nothing but rows for an image."""

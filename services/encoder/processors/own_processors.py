@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.encoder.processors.canvas_processor import CanvasProcessor
+from services.encoder.processors.merged_patches import minimax_processor
 from services.encoder.processors.patch_processor import PatchProcessor
 from services.encoder.processors.ratio_processor import RatioProcessor
 from services.encoder.processors.tile_processor import TileProcessor
@@ -16,5 +17,6 @@ OWN_PROCESSORS: dict[str, Callable[[Path], Any]] = {
     "cohere2_vision": CanvasProcessor,
     "kimi_k25": PatchProcessor,
     "lfm2_vl": RatioProcessor,
+    "minimax_m3_vl": minimax_processor,
 }
 """By `model_type`. Each is called with an image and returns what the library's would, by the same names."""

@@ -180,8 +180,10 @@ def _load(settings: BackendSettings) -> _RankModel:
         groups = _layer_groups(loaded, settings) if beside is None else _encoded_groups(loaded, beside.rows)
         if settings.prompt_embeds and not loaded.generates:
             raise ModelError("enable_prompt_embeds: the model has no language model head and generates no text")
-        if settings.prompt_embeds or loaded.images:
-            loaded.decoder.check_inputs(of_clients=settings.prompt_embeds)
+        if loaded.images:
+            loaded.decoder.check_inputs(of_clients=False)
+        if settings.prompt_embeds:
+            loaded.decoder.check_inputs(of_clients=True)
         slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, settings.loras, settings.model_name)
     return _RankModel(loaded, audio, encoder_decoder, groups, slots, processors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -9,25 +10,35 @@ import pytest
 import torch
 
 from services.encoder.image_process import DecodedImage, DecodingRequest, decode_image
-from services.encoder.tower import ImageTower
+from services.encoder.processors.merged_patches import minimax_processor
+from services.encoder.tower import ImageTower, TowerUnusable
+from services.worker.models.config import ModelError
 from shared.models.image_models import read_image_model
+from shared.models.video_models import read_video_model
 from tests.integration.worker.test_images import check_images_before_states, check_logits, check_written_images
 from tests.integration.worker.test_nested_models import as_published
 from tests.support.models.image_kinds import IMAGE_KINDS
+from tests.support.models.pillow_processor import pillow_processor
 from tests.support.models.tiny_images import picture
 from tests.support.models.tiny_kimi_vision import MOST, MOST_OF_A_SIDE, PATCH
 from tests.support.models.tiny_minicpm_v import make_minicpm_model
 from tests.support.models.tiny_models import TinyModel
+from tests.support.models.tiny_newest import KINDS, make_newest_model
 from tests.support.worker.image_chats import ImageChat
+from tests.support.worker.tiny_backend import tiny_backend
 
-BEFORE_STATES = ("lfm2", "lfm3", "minicpm")
+BEFORE_STATES = ("lfm2", "lfm3", "minicpm", "glm-5-next", "qwen4")
 """Whose language model has states."""
+SLOW = ("mistral-large-4", "glm-5-next", "qwen4")
+"""Of the library's reference, which chooses keys token by token."""
+SHORT = ("glm-ocr", "paddle-ocr", "video-llama3", "minimax-m3")
+"""Whose second chat has fewer tokens."""
 
 
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "speculative")
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.extras if "-ocr" in kind else ()) for kind in IMAGE_KINDS],
+    [pytest.param(kind, marks=pytest.mark.extras if "-ocr" in kind or kind in SLOW else ()) for kind in IMAGE_KINDS],
 )
 def test_greedy_text_and_logits_are_the_librarys(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several images in a prompt, cut within one, beside texts, preempted, with drafts, behind a shared prefix."""
@@ -35,8 +46,52 @@ def test_greedy_text_and_logits_are_the_librarys(kind: str, tmp_path: Path, monk
     if kind in BEFORE_STATES:
         check_images_before_states(model, "native")
     else:
-        check_written_images(model, "native", 32 if kind in ("glm-ocr", "paddle-ocr", "video-llama3") else 48)
+        check_written_images(model, "native", 32 if kind in SHORT else 48)
     check_logits(model, ImageChat("What is ", picture(0, (150, 40)), " here?"), monkeypatch)
+
+
+@pytest.mark.parametrize("said", [{}, {"size": [672, 672]}, {"max_pixels": 12 * 28**2, "min_pixels": 28**2}])
+def test_sizes_of_minimax_m3_are_the_librarys(said: dict[str, object], tmp_path: Path) -> None:
+    """Where its files name none, or what they name as published, which counts for nothing."""
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"patch_size": 14, **said}))
+    name = "minimax_m3_vl.image_processing_minimax_m3_vl"
+    theirs = pillow_processor(name, "MiniMaxM3VLImageProcessor", **copy.deepcopy(said))
+    made = minimax_processor(tmp_path).size
+    assert (made["shortest_edge"], made["longest_edge"]) == (theirs.size.shortest_edge, theirs.size.longest_edge)
+    assert made["longest_edge"] == said.get("max_pixels", 451_584)
+
+
+def test_images_of_glm_next_have_as_many_rows_as_are_allowed(tmp_path: Path) -> None:
+    path, side = IMAGE_KINDS["glm-5-next"](tmp_path).path, 28
+    decoded = decode_image(DecodingRequest(picture(3, (500, 300))))
+    assert isinstance(decoded, DecodedImage)
+    most = [ImageTower(path, max_pixels=pixels).encode(decoded).count for pixels in (None, 5 * side**2, side**2)]
+    assert 5 < most[0] <= 12
+    assert 1 < most[1] <= 5
+    assert most[2] == 1
+    with pytest.raises(TowerUnusable, match=f"max_pixels {side} is not allowed; at least {side**2}, a row"):
+        ImageTower(path, max_pixels=side)
+
+
+def test_images_of_qwen4_are_refused_where_a_part_is_chosen(tmp_path: Path) -> None:
+    """Keys that are scored would have to be rotated by where their images stand."""
+    path = make_newest_model(tmp_path, "qwen4", indexer_budget=32).path
+    with pytest.raises(ModelError, match=r"images are served up to a max_model_len of 47 tokens.*--language-model-on"):
+        tiny_backend(path)
+    assert tiny_backend(path, max_model_len=47).card.images == 48
+    assert tiny_backend(path, language_model_only=True).card.images is None
+    with pytest.raises(ModelError, match="enable_prompt_embeds: n-grams are made of tokens, which embeddings do not"):
+        tiny_backend(path, max_model_len=47, prompt_embeds=True)
+
+
+@pytest.mark.parametrize("kind", ["mistral-large-4", "glm-5-next", "qwen4", "minimax-m3"])
+def test_who_names_no_token_of_an_image_has_the_librarys(kind: str, tmp_path: Path) -> None:
+    config = KINDS[kind].config()
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [KINDS[kind].architecture]}))
+    images = read_image_model(tmp_path)
+    assert images is not None
+    assert images.token_id == config.image_token_id
+    assert read_video_model(tmp_path) is None
 
 
 def test_images_of_minicpm_may_have_no_numbers(tmp_path: Path) -> None:

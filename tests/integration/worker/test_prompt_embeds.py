@@ -71,6 +71,7 @@ def check_batch(model: TinyModel, backend: Any) -> None:
     [
         *(("llama", "torch"), ("llama", "native"), ("gemma2", "native"), ("gemma3", "torch"), ("qwen3-moe", "native")),
         ("deepseek-v2", "native"),
+        pytest.param("hy4", "native", marks=pytest.mark.extras),  # into several streams
     ],
 )
 def test_rows_of_a_client_come_to_what_the_library_makes_of_them(

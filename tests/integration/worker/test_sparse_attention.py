@@ -185,8 +185,6 @@ def test_a_token_is_cached_with_a_key_of_the_indexer(tmp_path: Path, ops: OpsNam
 
 def test_what_does_not_combine_with_streams_is_refused_at_start(tmp_path: Path) -> None:
     model = make_model("hy4", tmp_path)
-    with pytest.raises(ModelError, match="enable_prompt_embeds: streams of this model begin with embeddings of tokens"):
-        tiny_backend(model.path, prompt_embeds=True)
     itself = SpeculationSettings(method="draft", num_speculative_tokens=2, model=str(model.path))
     with pytest.raises(ModelError, match=r"a model with several streams \(HYV4ForCausalLM\) drafts for no other"):
         tiny_backend(model.path, speculation=itself)
@@ -295,9 +293,3 @@ def test_mistral_large_drafts_for_itself(tmp_path: Path) -> None:
     driver.run()
     assert sequence.output == model.greedy(PROMPT, 12)
     assert driver.drafted > 0
-
-
-def test_images_of_mistral_large_are_refused(tmp_path: Path) -> None:
-    """Its tower is left out."""
-    card: Any = tiny_backend(make_model("mistral-large-4", tmp_path).path).card
-    assert not card.images

@@ -12,6 +12,7 @@ from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_kimi_vision import make_kimi_model
 from tests.support.models.tiny_lfm_vl import make_lfm3_model, make_lfm_model
 from tests.support.models.tiny_minicpm_v import make_minicpm_model
+from tests.support.models.tiny_newest import make_newest_model
 from tests.support.models.tiny_ocr import make_ocr_model
 from tests.support.models.tiny_ovis import make_ovis_model
 from tests.support.models.tiny_pixtral import make_pixtral_model
@@ -31,5 +32,7 @@ IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
     "deepseek-ocr2": make_deepseek_ocr_model,
     "ministral3": partial(make_pixtral_model, kind="ministral3"),
     "mistral4": partial(make_pixtral_model, kind="mistral4", seed=1),
+    **{kind: partial(make_newest_model, kind=kind) for kind in ("mistral-large-4", "glm-5-next", "minimax-m3")},
+    "qwen4": partial(make_newest_model, kind="qwen4", seed=2),
     **{kind: partial(make_ocr_model, kind=kind) for kind in ("glm-ocr", "paddle-ocr", "lighton-ocr", "qianfan-ocr")},
 }

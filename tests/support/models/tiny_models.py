@@ -498,6 +498,15 @@ def make_model(family: str, path: Path, *, shard_size: str = "1GB", **changes: A
     sees = "text_config" in config.sub_configs or config.model_type == "mistral4"  # where the library has it
     build = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     model = build.from_config(config, attn_implementation="eager")
+    randomize(model)
+    model.eval().save_pretrained(path, max_shard_size=shard_size)
+    # The reference goes on after an end token, as a backend does that is not stopped.
+    model.generation_config.eos_token_id = None
+    return TinyModel(family, path, model)
+
+
+def randomize(model: Any) -> None:
+    """Norms, biases and what else the library begins with equal numbers."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1 or name.endswith("proj_bias"):  # those of experts
@@ -510,10 +519,6 @@ def make_model(family: str, path: Path, *, shard_size: str = "1GB", **changes: A
             if name.endswith("tid2eid"):
                 experts, chosen = model.config.n_routed_experts, buffer.shape[1]
                 buffer.copy_(torch.stack([torch.randperm(experts)[:chosen] for _ in range(len(buffer))]))
-    model.eval().save_pretrained(path, max_shard_size=shard_size)
-    # The reference goes on after an end token, as a backend does that is not stopped.
-    model.generation_config.eos_token_id = None
-    return TinyModel(family, path, model)
 
 
 def write_word_tokenizer(folder: Path) -> None:

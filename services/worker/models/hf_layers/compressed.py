@@ -111,6 +111,8 @@ class GramConfig(Struct, frozen=True):
     """Tensors of a layer's table where it is not one."""
     end: int
     """The token that n-grams do not reach beyond."""
+    image: int | None = None
+    """The one that they have for a row of an image; None: the model takes none."""
 
     @property
     def hashes(self) -> int:

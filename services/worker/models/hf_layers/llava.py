@@ -10,6 +10,7 @@ from msgspec import Struct
 from services.worker.models.hf_layers.tied_heads import TIED, HasHead, tied_head, without_tensors, without_ties
 from shared.models.image_models import (
     DEEPSEEK_OCR2,
+    DEFAULT_IMAGE_TOKENS,
     GEMMA,
     GLM_5_NEXT,
     KIMI_K2_5,
@@ -124,6 +125,7 @@ class _RawLlava(Struct):
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
+    image_token_id: int | None = None
 
 
 def language_model(text: bytes, architecture: str, has_head: HasHead = without_tensors) -> bytes:
@@ -140,6 +142,9 @@ def language_model(text: bytes, architecture: str, has_head: HasHead = without_t
         TIED: tied_head(text, architecture, has_head),
     }
     given = {key: value for key, value in outside.items() if value is not None}
+    if architecture == QWEN4_VL:  # whose n-grams have it, too
+        token = whole.image_token_id
+        given["image_token_id"] = DEFAULT_IMAGE_TOKENS[QWEN4_VL] if token is None else token
     own = {**LANGUAGE_MODEL_DEFAULTS.get(kind, {}), **given, **without_ties(whole.text_config)}
     return msgspec.json.encode({**own, "architectures": [known[kind]]})
 

@@ -14,7 +14,7 @@ from services.worker.models.config import ModelError
 from services.worker.models.decoder import Decoder
 from services.worker.models.hyper_connections.streams import close_streams, open_block
 from services.worker.models.weights import KvCaches, LayerWeights, MixtureMlp
-from services.worker.ops.interface import BatchMeta, Ops
+from services.worker.ops.interface import BatchMeta, InputRows, Ops
 
 
 class StreamsDecoder(Decoder):
@@ -29,16 +29,13 @@ class StreamsDecoder(Decoder):
         """Raises ModelError."""
         raise ModelError("layers of this model pass several streams on: what goes into a layer is not kept")
 
-    def check_inputs(self, *, of_clients: bool) -> None:
-        """Raises ModelError."""
-        raise ModelError("enable_prompt_embeds: streams of this model begin with embeddings of tokens")
-
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`."""
         connections, layers, eps = self._config.connections, self._weights.layers, self._config.norm_eps
         assert connections is not None, "there are streams"
         self._rows.begin(len(ids))
-        rows, wanted = self.input_rows(ids), meta.logits_rows
+        (rows, given), wanted = self._first_rows(ids, meta), meta.logits_rows
+        ids = ids if given is None else self._named(ids, given)
         streams = rows.view(len(ids), -1, self._config.hidden_size).expand(-1, connections.streams, -1).contiguous()
         for number in range(len(layers)):
             last = number == len(layers) - 1 and self._weights.final_norm is not None and features is None
@@ -77,6 +74,10 @@ class StreamsDecoder(Decoder):
         assert layer.mlp is not None, "every layer has one"
         mlp = layer.mlp.of_tokens(ids) if isinstance(layer.mlp, MixtureMlp) else layer.mlp
         return around.close(self._mlp_sum(layer, mlp, self._normed(x, layer.mlp_norm)))
+
+    def _named(self, ids: Tensor, given: InputRows) -> Tensor:
+        """ids [n], of which those of rows that are `given` mean nothing → what layers read of them."""
+        return ids
 
     def _with_grams(
         self, layer: LayerWeights, streams: Tensor, ids: Tensor, meta: BatchMeta, caches: KvCaches

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from services.worker.models.block_index.attention import BlockIndex, ChosenBlocks
 from services.worker.models.block_index.cache import IndexKeyLayout
+from services.worker.models.config import ModelError
 from services.worker.models.grams.adding import GramAdder
 from services.worker.models.hyper_connections.decoder import StreamsDecoder
 from services.worker.models.states.sequence_states import empty_states
 from services.worker.models.weights import KvCaches, LayerWeights
-from services.worker.ops.interface import BatchMeta, Ops
+from services.worker.ops.interface import BatchMeta, InputRows, Ops
 
 
 class GatedStreamsDecoder(StreamsDecoder):
@@ -67,6 +68,23 @@ class GatedStreamsDecoder(StreamsDecoder):
             return super().state_bytes
         each = grams.state_elements(connections.streams * self._config.hidden_size)
         return super().state_bytes + len(self._places) * each * torch.float32.itemsize
+
+    def check_inputs(self, *, of_clients: bool) -> None:
+        """See `CausalLm.check_inputs`; where an indexer chooses, images are refused, too."""
+        super().check_inputs(of_clients=of_clients)
+        if of_clients and self._config.grams is not None:
+            raise ModelError("enable_prompt_embeds: n-grams are made of tokens, which embeddings do not say")
+        index = self._config.block_index
+        if not of_clients and index is not None and self._layout is not None:
+            raise ModelError(
+                f"{self._config.architecture}: images are served up to a max_model_len of {index.longest} tokens, of "
+                "which nothing is chosen: choose that, or --language-model-only"
+            )
+
+    def _named(self, ids: Tensor, given: InputRows) -> Tensor:
+        """See `StreamsDecoder._named`."""
+        grams = self._config.grams
+        return ids if grams is None or grams.image is None else ids.index_fill(0, given.rows.long(), grams.image)
 
     def _with_grams(
         self, layer: LayerWeights, streams: Tensor, ids: Tensor, meta: BatchMeta, caches: KvCaches

@@ -24,7 +24,8 @@ from services.worker.models.config import (
 from services.worker.models.hf_layers.delta import QWEN4 as QWEN4
 from services.worker.models.published.layout import Published
 
-_LIKE = "Qwen3_5MoeForCausalLM"
+_LIKE, _LIKE_SEEING = "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"
+"""The other one where rows of images have positions of three axes."""
 _KINDS = {"linear_attention": "linear_attention", "indexed_attention": "full_attention"}
 _KINDS["full_attention"] = _KINDS["indexed_attention"]
 """By all names that `transformers` reads; published files have the last one."""
@@ -69,6 +70,7 @@ class _RawQwen4(Struct, kw_only=True):
     seed: int = 1234
     split_ngram_parts: int = 512
     eos_token_id: int | list[int] | None = None
+    image_token_id: int | None = None
     indexer_n_heads: int | None = None
     indexer_kv_heads: int | None = None
     indexer_head_dim: int | None = None
@@ -110,7 +112,13 @@ def qwen4(raw: Mapping[str, Any]) -> Published:
     base = {key: getattr(own, key) for key in _SAME} | {key: given[key] for key in _PASSED_ON if key in given}
     base["layer_types"] = kinds
     index = _index(own, _rotated(own, given)) if "full_attention" in kinds else None
-    return Published(base, {}, like=_LIKE, revised=partial(_revised, own, index, _layers_with_grams(own, kinds)))
+    sees = own.image_token_id is not None
+    return Published(
+        {"text_config": base} if sees else base,
+        {},
+        like=_LIKE_SEEING if sees else _LIKE,
+        revised=partial(_revised, own, index, _layers_with_grams(own, kinds)),
+    )
 
 
 def _refuse(own: _RawQwen4) -> None:
@@ -193,6 +201,7 @@ def _revised(own: _RawQwen4, index: BlockIndexConfig | None, with_grams: list[in
         seed=own.seed,
         shards=own.split_ngram_parts,
         end=end or 0,
+        image=own.image_token_id,
     )
     layers = tuple(
         replace(layer, grams=with_grams.index(number) if number in with_grams else None, chooses=not layer.has_state)
