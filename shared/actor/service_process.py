@@ -17,6 +17,7 @@ from shared.actor.runtime import ActorRuntime, NameTaken
 from shared.bus import Bus, BusError
 from shared.bus.nats_connection import connect
 from shared.config import ServiceConfig
+from shared.machine.roomy_stack import call_with_room
 from shared.supervision import orphaned
 from shared.telemetry.logs import set_up_logs
 from shared.telemetry.metrics import ProcessMetrics, metrics_server
@@ -56,13 +57,13 @@ def set_up_process(config: ServiceConfig, service: str) -> None:
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` to its end, on uvloop where it is installed."""
+    """Runs `work` to its end, on uvloop where it is installed. What it calls finds room for its frames."""
     try:
         import uvloop
     except ImportError:  # not to be had on Windows
-        asyncio.run(work)
+        call_with_room(lambda: asyncio.run(work))
     else:
-        uvloop.run(work)
+        call_with_room(lambda: uvloop.run(work))
 
 
 async def _serve(config: ServiceConfig, build: Callable[[Bus], Actor | Awaitable[Actor]], service: str) -> None:

@@ -29,8 +29,8 @@ from _pytest.warnings import catch_warnings_for_item
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
 
+from shared.machine.roomy_stack import call_with_room
 from tests.support.lanes.forked_server import fork_server
-from tests.support.lanes.roomy_stack import call_with_room
 from tests.support.paths import REPOSITORY
 
 _IMPORTED = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)

@@ -6,7 +6,7 @@ import resource
 from collections.abc import Callable
 from threading import Thread
 
-from tests.support.lanes.roomy_stack import call_with_room
+from shared.machine.roomy_stack import call_with_room
 
 CALLS = 300
 DEPTHS = range(1, 300)

@@ -1,6 +1,6 @@
 """Python keeps frames in chunks of 16 KiB, and gives a chunk back once its first frame ends: where what is called often
 happens to begin a chunk, each call maps memory, clears a page and unmaps it. That was most of the system's time in some
-tests, by how deep pytest-xdist had called them."""
+tests, by how deep pytest-xdist had called them; a service's event loop is as deep as its start called it (ADR 241)."""
 
 from __future__ import annotations
 
