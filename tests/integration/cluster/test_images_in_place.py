@@ -32,7 +32,8 @@ from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.models.tiny_videos import VideoReference, noise, padded, video, video_part
 from tests.support.warm.processes import baton_up
 
-NAME, LENGTH = "seer", 120
+NAME, LENGTH, SHORT = "seer", 120, 24
+"""Tokens of what an engine is killed within, and of other answers."""
 EXTRA = {"ignore_eos": True}
 NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
 FLAT, TALL, LARGE = picture(0, (150, 40)), picture(1, (40, 160)), picture(2, (900, 700))
@@ -61,7 +62,11 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
         ([LARGE], user(LARGE, "What is it?")),
         ([], {"role": "user", "content": "Only a question."}),
     ]
-    said = [model.text(shown([message]), images, LENGTH) for images, message in chats]
+    tokens = model.greedy(shown([chats[0][1]]), chats[0][0], LENGTH)
+    whole, first = (
+        model.processor.tokenizer.decode(tokens[:count], skip_special_tokens=True) for count in (LENGTH, SHORT)
+    )
+    said = [first, *(model.text(shown([message]), images, SHORT) for images, message in chats[1:])]
     more = (f"--served-model-name={NAME}", NGRAM)
     with running_stack(
         tmp_path,
@@ -73,7 +78,7 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
         more=more,
     ) as pools:
         async with client_of(pools.url) as client:
-            how: Any = {"model": NAME, "temperature": 0, "max_tokens": LENGTH, "extra_body": {"ignore_eos": True}}
+            how: Any = {"model": NAME, "temperature": 0, "max_tokens": SHORT, "extra_body": {"ignore_eos": True}}
             create: Any = client.with_options(timeout=150).chat.completions.create
             answers = await asyncio.gather(*(create(messages=[chat], **how) for _, chat in chats))
             assert [each.choices[0].message.content for each in answers] == said
@@ -83,7 +88,7 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
             await _a_video_outlives_its_encoder(model, pools, create, how)
             await _a_line_of_a_batch_has_a_video(model, pools, tmp_path)
             text, pid = "", None
-            async for chunk in await create(messages=[chats[0][1]], stream=True, **how):
+            async for chunk in await create(messages=[chats[0][1]], stream=True, **how | {"max_tokens": LENGTH}):
                 text += chunk.choices[0].delta.content or ""
                 if text and pid is None:
                     engines = {
@@ -91,7 +96,7 @@ async def test_images_of_any_size_are_handed_over_and_outlive_an_engine(tmp_path
                     }
                     busy = [name for name, life in engines.items() if life.load]
                     pid = pools.kill(f"{(busy or sorted(engines))[0]}-rank0")
-            assert text == said[0]
+            assert text == whole
 
 
 async def test_a_checkpoint_without_its_tower_is_served_for_texts(tmp_path: Path) -> None:
@@ -125,11 +130,10 @@ async def _a_video_outlives_its_encoder(model: ImageModel, pools: RunningStack, 
     """Killed while it is asked for the first frames; asked again, for another's question, its rows are in the cache."""
     film = padded(video(noise(7)), 17 * 2**20)
     question = {"role": "user", "content": [video_part(film), text_part("What is it?")]}
-    tokens = VideoReference(model, "qwen3.5").greedy([question], [], [film], 24)
+    tokens = VideoReference(model, "qwen3.5").greedy([question], [], [film], SHORT)
     said = model.processor.tokenizer.decode(tokens, skip_special_tokens=True)
-    short = {**how, "max_tokens": 24}
     encoder = pools.kill("encoder-1", signal.SIGSTOP)
-    asking = asyncio.create_task(create(messages=[question], **short))
+    asking = asyncio.create_task(create(messages=[question], **how))
     await eventually(lambda: decodes(pools.pid("gateway-1")))
     await eventually(lambda: not decodes(pools.pid("gateway-1")))  # the encoder has been asked for all frames
     pools.kill("encoder-1")
@@ -138,7 +142,7 @@ async def _a_video_outlives_its_encoder(model: ImageModel, pools: RunningStack, 
     heard = await pools.until_heard(lambda lives: (e := lives["encoder-1"].encoder) is not None and e.encoded >= 2)
     before = heard["encoder-1"].encoder
     assert before is not None
-    again = await create(messages=[question], **short)
+    again = await create(messages=[question], **how)
     assert again.choices[0].message.content == said
     assert again.usage.prompt_tokens_details.cached_tokens >= 16
     await pools.until_heard(lambda lives: hits_of(lives) == before.hits + before.encoded)

@@ -4,6 +4,7 @@ generates of the same pixels and samples, in small steps and from a shared prefi
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ class Chats:
 
     def __init__(self, model: OmniReference, create: Any) -> None:
         self._model, self._create = model, create
+        self._right: dict[str, tuple[list[int], list[int]]] = {}
+        """Ids of each prompt and of its answer."""
 
     async def ask(self, content: list[dict[str, Any]], **more: Any) -> Any:
         """The answer's ids, and how many tokens the prompt has, of them cached."""
@@ -37,14 +40,20 @@ class Chats:
         return await self._create(messages=[{"role": "user", "content": content}], **how)
 
     async def check(
-        self, content: list[dict[str, Any]], images: list[bytes], videos: list[bytes], sounds: list[Sound]
+        self,
+        content: list[dict[str, Any]],
+        images: list[bytes],
+        videos: list[bytes],
+        sounds: list[Sound],
+        **more: Any,
     ) -> int:
         """Returns how many of the prompt's tokens were cached."""
-        answer = await self.ask(content)
-        messages = [{"role": "user", "content": content}]
-        given = self._model.of_chat(messages, images, videos, [in_sixteen_bits(each) for each in sounds])
-        assert answer.prompt_token_ids == given["input_ids"][0].tolist()
-        assert answer.choices[0].token_ids == self._model.tokens(given, COUNT)
+        answer = await self.ask(content, **more)
+        if (name := json.dumps(content)) not in self._right:
+            messages = [{"role": "user", "content": content}]
+            given = self._model.of_chat(messages, images, videos, [in_sixteen_bits(each) for each in sounds])
+            self._right[name] = given["input_ids"][0].tolist(), self._model.tokens(given, COUNT)
+        assert (answer.prompt_token_ids, answer.choices[0].token_ids) == self._right[name]
         found: int = answer.usage.prompt_tokens_details.cached_tokens
         return found
 
@@ -63,27 +72,27 @@ async def test_what_is_seen_and_heard_in_one_chat_is_as_the_library_has_it(tmp_p
                 chats.check([image_part(IMAGE), text_part("And this?")], [IMAGE], [], []),
                 chats.check([text_part("Only a question.")], [], [], []),
             )
-            assert await chats.check(ALL, [IMAGE], [FILM], [SHORT]) >= 32
+            quiet = {"use_audio_in_video": False}
+            assert await chats.check(ALL, [IMAGE], [FILM], [SHORT], mm_processor_kwargs=quiet) >= 32
             await _what_is_bad_is_refused(chats, stack)
 
 
 async def _what_is_bad_is_refused(chats: Chats, stack: RunningStack) -> None:
     """By the field, and nobody dies."""
     pids = {name: stack.pid(name) for name in ("encoder-1", "gateway-1", "engine-1-rank0")}
-    for part, where, why in (
-        (sound_part(b"RIFF, but no sound"), "input_audio.data", "no sound, or broken"),
-        (sound_part(wav(sweep(0, WINDOW_S + 0.5))), "input_audio.data", "a sound of more than 2 s is not allowed"),
-        (sound_part(wav(SHORT)[:50]), "input_audio.data", "at least 0.1 are"),
-        (image_part(wav(SHORT)), "image_url.url", "not an image"),
-        (video_part(IMAGE), "video_url.url", "no video, or broken"),
+    one = ALL[2:3]
+    for before, part, where, why in (
+        (ALL, sound_part(b"RIFF, but no sound"), "input_audio.data", "no sound, or broken"),
+        (one, sound_part(wav(sweep(0, WINDOW_S + 0.5))), "input_audio.data", "a sound of more than 2 s is not allowed"),
+        (one, sound_part(wav(SHORT)[:50]), "input_audio.data", "at least 0.1 are"),
+        (one, image_part(wav(SHORT)), "image_url.url", "not an image"),
+        (one, video_part(IMAGE), "video_url.url", "no video, or broken"),
     ):
         with pytest.raises(openai.BadRequestError, match=why) as error:
-            await chats.ask([*ALL, part])
-        assert error.value.param == f"messages[0].content[{len(ALL)}].{where}"
+            await chats.ask([*before, part])
+        assert error.value.param == f"messages[0].content[{len(before)}].{where}"
     with pytest.raises(openai.BadRequestError, match="use_audio_in_video: sounds within videos are not heard"):
         await chats.ask(ALL, mm_processor_kwargs={"use_audio_in_video": True})
-    quiet = await chats.ask(ALL, mm_processor_kwargs={"use_audio_in_video": False})
-    assert quiet.choices[0].token_ids == (await chats.ask(ALL)).choices[0].token_ids
     with pytest.raises(openai.BadRequestError, match=r"show each of the 1 images and"):
         await chats.ask([image_part(IMAGE), text_part("<|IMAGE|>")])
     assert pids == {name: stack.pid(name) for name in pids}
