@@ -339,17 +339,14 @@ async def ask_at(stack: RunningStack, message: dict[str, Any]) -> Any:
         (IMAGE_KINDS["qianfan-ocr"], 2, "<IMG_CONTEXT>"),
         (IMAGE_KINDS["minicpm"], 1, "<|image_pad|>"),
         (IMAGE_KINDS["lfm3"], 1, "<|image_pad|>"),
-        (IMAGE_KINDS["mistral-large-4"], 2, "[IMG]"),
-        (IMAGE_KINDS["glm-5-next"], 1, "<|image|>"),
         (IMAGE_KINDS["qwen4"], 1, "<|image_pad|>"),
-        (IMAGE_KINDS["minimax-m3"], 1, "]<]image[>["),
     ],
 )
 async def test_images_of_further_kinds_are_handed_over(
     tmp_path: Path, make: Callable[[Path], ImageModel], ranks: int, written: str
 ) -> None:
-    """Llama 4's, Command A Vision's, Mistral Large 4's and those of models that read documents, decoded by two ranks;
-    Gemma 4's, MiniCPM-V's and others', decoded by one; and files that are none."""
+    """Llama 4's, Command A Vision's and those of models that read documents, decoded by two ranks; Gemma 4's,
+    MiniCPM-V's and others', decoded by one; and files that are none."""
     model, settings = make(tmp_path / "model"), ["coordinator.disaggregate_tokens=16"]
     flat, tall = picture(0, (150, 40)), picture(1, (60, 300))
     chats = [user(flat, "Compare it with", tall), user(tall, "What?"), {"role": "user", "content": "A question."}]

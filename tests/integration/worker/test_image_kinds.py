@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,24 @@ import torch
 from services.encoder.image_process import DecodedImage, DecodingRequest, decode_image
 from services.encoder.processors.merged_patches import minimax_processor
 from services.encoder.tower import ImageTower, TowerUnusable
+from services.tokenizer.__main__ import load
+from services.tokenizer.config import TokenizerConfig
 from services.worker.models.config import ModelError
+from shared.ids import Attempt, EngineId, GatewayId, ModelName, RequestId
+from shared.messages.coordinator import Route
+from shared.messages.gateway import RequestRejected
+from shared.messages.generation import SamplingOptions, StopConditions
+from shared.messages.tokenizer import ChatPrompt, Tokenize
 from shared.models.image_models import read_image_model
 from shared.models.video_models import read_video_model
+from shared.packing import unpack
 from tests.integration.worker.test_images import check_images_before_states, check_logits, check_written_images
 from tests.integration.worker.test_nested_models import as_published
+from tests.support.engines.real_engine import OUTPUT, RealEngine, asked
+from tests.support.kv.arenas import Clock, new_directory, remove, store_in
 from tests.support.models.image_kinds import IMAGE_KINDS
 from tests.support.models.pillow_processor import pillow_processor
-from tests.support.models.tiny_images import picture
+from tests.support.models.tiny_images import ImageModel, picture
 from tests.support.models.tiny_kimi_vision import MOST, MOST_OF_A_SIDE, PATCH
 from tests.support.models.tiny_minicpm_v import make_minicpm_model
 from tests.support.models.tiny_models import TinyModel
@@ -33,6 +44,15 @@ SLOW = ("mistral-large-4", "glm-5-next", "qwen4")
 """Of the library's reference, which chooses keys token by token."""
 SHORT = ("glm-ocr", "paddle-ocr", "video-llama3", "minimax-m3")
 """Whose second chat has fewer tokens."""
+HANDED_OVER = {"mistral-large-4": "[IMG]", "glm-5-next": "<|image|>", "minimax-m3": "]<]image[>["}
+"""What stands for an image, of kinds whose whole stack would be one that others have (tests/integration/cluster)."""
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    directory = new_directory()
+    yield directory
+    remove(directory)
 
 
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "speculative")
@@ -40,14 +60,66 @@ SHORT = ("glm-ocr", "paddle-ocr", "video-llama3", "minimax-m3")
     "kind",
     [pytest.param(kind, marks=pytest.mark.extras if "-ocr" in kind or kind in SLOW else ()) for kind in IMAGE_KINDS],
 )
-def test_greedy_text_and_logits_are_the_librarys(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several images in a prompt, cut within one, beside texts, preempted, with drafts, behind a shared prefix."""
+def test_greedy_text_and_logits_are_the_librarys(
+    kind: str, tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several images in a prompt, cut within one, beside texts, preempted, with drafts, behind a shared prefix, handed
+    over."""
     model = IMAGE_KINDS[kind](tmp_path)
     if kind in BEFORE_STATES:
         check_images_before_states(model, "native")
     else:
         check_written_images(model, "native", 32 if kind in SHORT else 48)
     check_logits(model, ImageChat("What is ", picture(0, (150, 40)), " here?"), monkeypatch)
+    if kind in HANDED_OVER:
+        check_handed_over(model, HANDED_OVER[kind], directory)
+
+
+def check_handed_over(model: ImageModel, written: str, directory: Path) -> None:
+    """Chats as the tokenizer makes prompts of them, with the rows that the encoder makes, computed by one engine and
+    decoded by another."""
+    encoding = load(TokenizerConfig(model=str(model.path)), model.path)
+    tower, store = ImageTower(model.path), store_in(directory, 64 << 20, Clock())
+
+    def route(chat: ImageChat) -> Route | RequestRejected:
+        rows = [tower.encode(decode_image(DecodingRequest(each))) for each in chat.images]  # type: ignore[arg-type]
+        prompt = ChatPrompt(
+            messages=json.dumps(chat.messages).encode(), embeds=tuple(rows), images=tuple(range(len(rows)))
+        )
+        message = Tokenize(
+            request=RequestId("r"),
+            attempt=Attempt(1),
+            gateway=GatewayId("gateway-1"),
+            model=ModelName("m"),
+            prompt=prompt,
+            sampling=SamplingOptions(seed=0),
+            stopping=StopConditions(),
+        )
+        return encoding.route(message, prompt)
+
+    prefill, decode = (
+        RealEngine(name, model, store, directory, kv_memory_bytes=16 << 20) for name in ("prefill", "decode")
+    )
+    flat, tall = picture(0, (150, 40)), picture(1, (60, 300))
+    chats = [ImageChat(flat, "Compare it with", tall), ImageChat(tall, "What?"), ImageChat("A question.")]
+    for number, chat in enumerate(chats):
+        routed = route(chat)
+        assert isinstance(routed, Route)
+        ids, embeds = unpack(routed.generation.tokens), routed.generation.prompt_embeds
+        assert ids == chat.prompt(model)[0]
+        prefill.send(asked(str(number), ids, embeds=embeds, decode_on=EngineId("decode")))
+    prefill.run()
+    assert len(prefill.handed) == len(chats)
+    for request in prefill.handed:
+        decode.send(request)
+    decode.run()
+    assert decode.computed == len(chats) * (OUTPUT - 1), "the decode engine computed what was handed over"
+    for number, chat in enumerate(chats):
+        said = prefill.tokens[str(number)] + decode.tokens[str(number)]
+        assert said == chat.logits(model, said).argmax(-1).tolist()
+    refused = route(ImageChat(flat, written))
+    assert isinstance(refused, RequestRejected)
+    assert "to show each of the 1 images" in refused.message
 
 
 @pytest.mark.parametrize("said", [{}, {"size": [672, 672]}, {"max_pixels": 12 * 28**2, "min_pixels": 28**2}])

@@ -34,6 +34,7 @@ from shared.messages.worker import StepPlan, Transfer
 from shared.packing import unpack
 from tests.support.engines.checking_worker import TIMING, generate
 from tests.support.kv.arenas import NODE
+from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_models import TinyModel
 from tests.support.worker.plan_driver import GREEDY
 from tests.support.worker.tiny_backend import tiny_backend
@@ -45,7 +46,9 @@ LIMITS = EngineLimits(run_ahead=1, plan_late=False, max_batch_tokens=40, max_run
 class RealEngine:
     """A core, its one rank, and the store, whose replies come with the next turn."""
 
-    def __init__(self, name: str, model: TinyModel, store: NodeStore, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self, name: str, model: TinyModel | ImageModel, store: NodeStore, folder: Path, **settings: Any
+    ) -> None:
         """`settings`: of the backend."""
         self.store = store
         settings = {"kv_memory_bytes": 2 << 20, "max_num_seqs": 4, "max_batch_tokens": 40, "ops": "native"} | settings
