@@ -52,13 +52,13 @@ def test_no_stream_is_lost_or_altered_and_nothing_stays_held(tmp_path: Path) -> 
 
 @pytest.mark.timeout(DEADLINE + 60)
 def test_hostile_clients_harm_nobody_and_everything_is_given_back(tmp_path: Path) -> None:
-    faults = f"--faults=calm,{','.join(f'hostile:{name}' for name in HOSTILE)}"
+    faults = f"--faults={','.join(f'hostile:{name}' for name in HOSTILE)}"
     stack = ("--engines=1", "--kvstore-memory=64MiB", "--device=cpu")
-    done = run_chaos(tmp_path / "stack", faults, "--passes=1", "--streams=4", "--tokens=50", *stack)
+    done = run_chaos(tmp_path / "stack", faults, "--passes=1", "--streams=2", "--tokens=40", *stack)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
     assert done.returncode == 0, (found["problems"], done.stderr)
-    assert {row["target"] for row in found["matrix"]} == {"", *HOSTILE}
+    assert {row["target"] for row in found["matrix"]} == {*HOSTILE}
     assert found["streams"] == sum(row["equal"] for row in found["matrix"])
     answers = {note.split(": ")[0]: note.split(": ")[1] for note in found["notes"]}
     assert all(" x 4" in answers[f"hostile {name}"] for name in ("json", "no-http", "many-outputs", "images")), answers

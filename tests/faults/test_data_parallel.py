@@ -22,7 +22,9 @@ from tests.support.models.demo_mixture import write_demo_mixture
 from tests.support.paths import REPOSITORY
 
 STREAMS = 6
-TOKENS = 150
+TOKENS = 100
+FEW_STREAMS, FEW_TOKENS = 3, 50
+"""Of streams that come again and again."""
 SCALE_DEADLINE = 240.0
 """Seconds for a group to start beside another one that is busy."""
 RANKS = ["engine-1-rank0", "engine-2-rank0"]
@@ -77,10 +79,12 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[s
         return [seen.text for seen in asyncio.run(streams(stack))]
 
 
-async def streams(stack: RunningStack, started: asyncio.Event | None = None) -> list[Streamed]:
-    options = {"max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
+async def streams(
+    stack: RunningStack, started: asyncio.Event | None = None, *, count: int = STREAMS, tokens: int = TOKENS
+) -> list[Streamed]:
+    options = {"max_tokens": tokens, "extra_body": {"ignore_eos": True}}
     async with client_of(stack.url) as client, asyncio.timeout(DEADLINE):
-        chats = (stream_chat(client, stack.model, question, started, **options) for question in QUESTIONS[:STREAMS])
+        chats = (stream_chat(client, stack.model, question, started, **options) for question in QUESTIONS[:count])
         return await asyncio.gather(*chats)
 
 
@@ -184,11 +188,11 @@ async def test_a_group_of_another_size_takes_the_place_of_one_under_load(
     stack: RunningStack, undisturbed: list[str]
 ) -> None:
     """Streams come all the time; none fails or says anything else, before, while and after."""
-    over, rounds = asyncio.Event(), list[list[str]]()
+    over, rounds = asyncio.Event(), list[list[Streamed]]()
 
     async def load() -> None:
         while not over.is_set():
-            rounds.append([seen.text for seen in await streams(stack)])
+            rounds.append(await streams(stack, count=FEW_STREAMS, tokens=FEW_TOKENS))
 
     loaded = asyncio.create_task(load())
     former = engines_of(stack.state)
@@ -205,7 +209,7 @@ async def test_a_group_of_another_size_takes_the_place_of_one_under_load(
                 await asyncio.sleep(0.1)
 
     # Four experts do not divide over three ranks: those of that group end as they start.
-    assert await scale(3, 5.0) == 408
+    assert await scale(3, 3.0) == 408
     assert engines_of(stack.state) >= former
     await go_on()
     assert await scale(2, SCALE_DEADLINE) == 200
@@ -218,7 +222,10 @@ async def test_a_group_of_another_size_takes_the_place_of_one_under_load(
     await go_on()
     over.set()
     await loaded
-    assert all(texts == undisturbed for texts in rounds)
+    for seen in rounds:
+        assert [(each.finishes, each.completion_tokens) for each in seen] == [(["length"], FEW_TOKENS)] * FEW_STREAMS
+        assert all(each.text and whole.startswith(each.text) for each, whole in zip(seen, undisturbed, strict=False))
+    assert [seen.text for seen in await streams(stack)] == undisturbed
 
 
 def engines_of(state: StackState) -> set[str]:

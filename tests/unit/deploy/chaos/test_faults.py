@@ -57,6 +57,7 @@ def test_every_service_rank_and_server_has_a_row(stack: ChaosStack) -> None:
     assert FAULTS["kill"].targets(stack)["rank 1"] == ["engine-1-rank1", "engine-2-rank1"]
     assert set(FAULTS["weights-missing"].targets(stack)) == {"rank 0", "rank 1", "prefill rank 0"}
     assert FAULTS["scale-drain"].targets(stack) == {"": ["engine-1", "engine-2"]}
+    assert FAULTS["calm"].targets(stack) == {"": ["nobody"]}
 
 
 @pytest.mark.parametrize(
