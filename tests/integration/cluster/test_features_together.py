@@ -325,17 +325,18 @@ NGRAM = '--speculative={"method": "ngram", "num_speculative_tokens": 3}'
     "LoRA",
     "logits processors",
     "prompt embeds",
+    "quantization",
 )
 async def test_two_ranks_that_draft_in_small_steps_and_little_memory(
-    plain: Answers, more: tuple[str, ...], tmp_path: Path
+    rounded: Answers, more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    own = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, *connector(tmp_path), "--block-size=32"]
+    own = [*SMALL_STEPS, *LITTLE_MEMORY, NGRAM, INT8, *connector(tmp_path), "--block-size=32"]
     patient = ("scheduler.store_deadline=5",)  # on a busy machine a connector's answer may be late, and nothing loaded
     with running_stack(tmp_path, tp=2, settings=patient, more=[*own, *more]) as stack:
         async with asyncio.TaskGroup() as both:
             both.create_task(crowd(stack, 10))
             answers = both.create_task(all_at_once(stack))
-        assert answers.result() == plain
+        assert answers.result() == rounded
         assert await counted(stack, "engine-1", "preemptions_total") > 0
         assert await counted(stack, "engine-1", "accepted_draft_tokens_total") > 0
         assert await counted(stack, "engine-1", "kv_blocks_loaded_total") > 0
