@@ -20,19 +20,12 @@ from shared.bus.nats_connection import NatsOptions, connect
 from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
 from tests.support.tiny_stack.running import DEADLINE, TinyStack
+from tests.support.warm.forked_command import run_baton
 
 
 def baton(*argv: str, run_dir: Path | None = None) -> subprocess.CompletedProcess[str]:
     where = ["--run-dir", str(run_dir)] if run_dir else []
-    return subprocess.run(
-        [sys.executable, "-m", "deploy.cli", *argv, *where],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    return run_baton(*argv, *where, timeout=DEADLINE)
 
 
 def answered(*argv: str, run_dir: Path) -> Any:

@@ -34,6 +34,7 @@ from deploy.supervisor.state_file import MemberRecord, StackState, read_state
 from shared.bus import Bus
 from shared.messages.lifecycle import Lifecycle
 from tests.support.paths import REPOSITORY
+from tests.support.warm.forked_command import run_baton
 from tests.support.warm.forked_up import ForkedUp, can_fork, fork_up
 from tests.support.warm.processes import baton_up
 
@@ -222,15 +223,7 @@ class RunningStack:
 
     def baton(self, *argv: str, timeout: float = CHANGE_DEADLINE) -> subprocess.CompletedProcess[str]:
         """Any other command on this stack."""
-        return subprocess.run(
-            [sys.executable, "-m", "deploy.cli", *argv, "--run-dir", str(self.run_dir)],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        return run_baton(*argv, "--run-dir", str(self.run_dir), timeout=timeout)
 
     def interrupt(self) -> None:
         """Ctrl-C."""
