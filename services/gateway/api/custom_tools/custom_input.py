@@ -45,8 +45,11 @@ def custom_arguments(text: str) -> str:
 
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{CUSTOM_PARAMETER}"\s*:\s*"')
-_WHOLE = re.compile(r'(?:[^"\\]|\\(?:[^u]|u[0-9a-fA-F]{4}))*')
+_WHOLE = re.compile(r'(?:[^"\\]|\\(?:[^u]|u[0-9a-fA-F]{4}|u(?![0-9a-fA-F]{0,3}\Z)))*')
 """The part of a string's rest in which no escape is cut."""
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})?')
+"""One of JSON's, or a backslash that begins none: nothing keeps a model from writing "\\d+"."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _HALF_PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 
 
@@ -73,7 +76,8 @@ class CustomInput:
         if not self._ended and (half := _HALF_PAIR.search(text)) is not None:
             text = text[: half.start()]
         self._unread = self._unread[len(text) :]
-        return str(json.loads(f'"{text}"', strict=False))
+        text = _ESCAPE.sub(lambda escape: escape[0] if escape[1] else r"\\", text)
+        return _SURROGATE.sub("\ufffd", json.loads(f'"{text}"', strict=False))
 
     def rest(self) -> str:
         """Returns what is left at the end: all of it where the arguments are not what was asked for."""
