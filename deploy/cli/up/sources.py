@@ -3,7 +3,7 @@ file say them: each process is told them by its command line, which wins over it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from deploy.cli.up.assignments import Settings
 from deploy.cli.up.options import Offer, offers
 from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
-from deploy.supervisor.launch import SECRETS
+from deploy.supervisor.launch import EVERY_SERVICE, SECRETS
 from shared.config import ENVIRONMENT_PREFIX, ConfigError, Given, ServiceConfig, given_settings, near
 from shared.settings import settings_of
 
@@ -39,7 +39,7 @@ def with_sources(
 ) -> dict[str, Any]:
     """`typed`, with what the sources say of options that were not typed; `--set` wins over what was. Raises
     CommandError."""
-    check_sources(config, environment)
+    check_sources(config, environment, _overridden(typed, assigned))
     found = dict(typed)
     dealt_out = [(offer, *offer.targets[0]) for offer in offers().values() if offer.option.placed]
     said = {service: _of_service(service, config, environment) for service in {each for _, each, _ in dealt_out}}
@@ -52,16 +52,29 @@ def with_sources(
     return found
 
 
-def check_sources(config: Path | None, environment: Mapping[str, str]) -> None:
+def check_sources(
+    config: Path | None, environment: Mapping[str, str], overridden: Set[tuple[str, str]] = frozenset()
+) -> None:
     """Raises CommandError for what any service would refuse as it starts: a setting that it has not, in its table of
-    the file or in a variable with its name, or a value that is not allowed."""
+    the file or in a variable with its name, or a value that is not allowed. `overridden`: services and their settings
+    that have another value, so that nobody reads this one."""
     for service, kind in CONFIGS.items():
         known = settings_of(kind)
         for name, given in _of_service(service, config, environment).items():
+            if not overridden.isdisjoint({(service, name), (EVERY_SERVICE, name)}):
+                continue
             try:
                 known[name].parse(given.value)
             except ValueError as error:
                 raise _refusal(name, given, error) from None
+
+
+def _overridden(typed: Mapping[str, Any], assigned: Settings) -> set[tuple[str, str]]:
+    """The settings that were typed, as options or by `--set`, of the services that get them."""
+    by_option = [offer for offer in offers().values() if typed.get(offer.name) not in (None, [])]
+    return {(service, setting.name) for offer in by_option for service, setting in offer.targets} | {
+        (service, name) for service, settings in assigned.items() for name in settings
+    }
 
 
 def unread_variables(environment: Mapping[str, str]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.up.sources import check_sources, read_variables, unread_variables
+from deploy.cli.up.sources import check_sources, read_variables, unread_variables, with_sources
 from deploy.errors import CommandError
 from tests.support.paths import REPOSITORY
 
@@ -33,6 +33,22 @@ def test_what_a_service_would_refuse_in_the_environment_is_refused_first() -> No
     with pytest.raises(CommandError, match=r"max_runing \(from environment BATON_SCHEDULER_MAX_RUNING\).*max_running"):
         check_sources(None, {"BATON_SCHEDULER_MAX_RUNING": "3"})
     check_sources(None, {"BATON_SCHEDULER_MAX_RUNNING": "3", "BATON_LOG_LEVEL": "debug"})
+
+
+@pytest.mark.parametrize(
+    ("typed", "assigned"),
+    [({"port": 1, "log_level": "info"}, {}), ({"log_level": "info"}, {"gateway": {"port": "1"}})],
+    ids=["options", "--set"],
+)
+def test_nobody_reads_a_bad_value_that_the_command_line_overrides(
+    typed: dict[str, object], assigned: dict[str, dict[str, str]]
+) -> None:
+    """Kubernetes has such a variable for a service that is called baton-gateway."""
+    environment = {"BATON_GATEWAY_PORT": "tcp://10.0.0.1:80", "BATON_LOG_LEVEL": "loud"}
+    assert with_sources(typed, assigned, None, environment)["port"] == 1
+    for name, value in environment.items():
+        with pytest.raises(CommandError, match=name):
+            with_sources({}, {}, None, {name: value})
 
 
 def test_variables_that_nothing_reads_are_named_with_the_nearest_that_something_does() -> None:
