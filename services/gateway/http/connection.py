@@ -87,9 +87,7 @@ class ReadTurns:
 
     def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
         self._spent = None
-        for _ in range(len(self._waiting)):  # each once: who has still more is behind the others then
-            if not self.may_read(loop):
-                break
+        while self._waiting and self.may_read(loop):  # a piece each: who has still more is behind the others then
             self._waiting.popleft().read_on()
         if self._waiting:
             self.may_read(loop)
@@ -133,6 +131,8 @@ class Connection(HttpToolsProtocol):
         """What was not read of what was received; then nothing more is received."""
         self._waits = False
         """Whether it is read on when its turn comes."""
+        self._piece_bytes = MIN_PIECE_BYTES
+        """How much of it is read at once."""
         self._chunks: list[bytes] = []
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -209,13 +209,14 @@ class Connection(HttpToolsProtocol):
         """Reads as much of it as there is time for, and receives nothing more until all of it is read."""
         self._received += data
         if not self.flow.held:
+            self._piece_bytes = MIN_PIECE_BYTES
             self.read_on()
 
     def read_on(self) -> None:
         """Reads what was received, a piece after the other, as long as others need not wait for it."""
-        received, at, size = self._received, 0, MIN_PIECE_BYTES
+        received, at = self._received, 0
         self._waits = False
-        if self.flow.held and self._in_head:
+        if self.flow.held and self._in_head and received:
             self._expect_head()
         while at < len(received) and not self.transport.is_closing():
             if len(self.pipeline) >= MAX_PIPELINED:
@@ -225,11 +226,11 @@ class Connection(HttpToolsProtocol):
                 self._hold(received[at:])
                 self._wait()
                 return
-            began = time.perf_counter()
+            began, size = time.perf_counter(), self._piece_bytes
             self._read_piece(received if at == 0 and len(received) <= size else received[at : at + size])
             took, at = time.perf_counter() - began, at + size
             self._turns.record(took)
-            size = min(2 * size, MAX_PIECE_BYTES) if took < CHEAP_SECONDS else MIN_PIECE_BYTES
+            self._piece_bytes = min(2 * size, MAX_PIECE_BYTES) if took < CHEAP_SECONDS else MIN_PIECE_BYTES
         self._received = b""
         if self.flow.held and not self.transport.is_closing():
             self.flow.release()

@@ -152,6 +152,20 @@ async def test_who_sends_much_that_is_small_leaves_others_their_turn(
         connection.connection_lost(None)
 
 
+async def test_bodies_that_arrive_together_take_no_turn_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn may take milliseconds, where the loop has other things to do."""
+    monkeypatch.setattr(module, "READ_SECONDS", 0.0)
+    unflushed, turns = UnflushedConnections(), ReadTurns()
+    clients = [_connected(unflushed, _echo, turns) for _ in range(3)]
+    head = b"POST /body HTTP/1.1\r\ncontent-length: 250000\r\n\r\n"
+    for connection, _ in clients:
+        connection.data_received(head + bytes(250_000))
+    monkeypatch.setattr(module, "READ_SECONDS", 60.0)
+    assert await _turns(lambda: all(_answers(socket) == [b"/body 1 250000;"] for _, socket in clients)) < 10
+    for connection, _ in clients:
+        connection.connection_lost(None)
+
+
 @pytest.mark.parametrize(
     "between", [b"0\r\n" + b"a: b\r\n" * 30_000, b"0\r\na: " + b"b" * 200_000, b"1;" + b"b" * 200_000]
 )
