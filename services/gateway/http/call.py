@@ -383,24 +383,30 @@ class Call:
         self._limits.budget.give_back(self._lease, 0)
 
     async def unless_left(self, work: Coroutine[Any, Any, R]) -> R:
-        """Returns what `work` comes to. It is cancelled when the client leaves; raises RequestError 400 then."""
-        working = asyncio.create_task(work)
+        """Returns what `work` comes to. It is cancelled when the client leaves; raises RequestError 400 then. Most have
+        nothing to wait for, and get no task of their own."""
+        if self.connection.is_closing():
+            work.close()
+            raise _left()
+        task, left = asyncio.current_task(), False
+        assert task is not None
 
-        def left() -> None:
-            working.cancel()
+        def leave() -> None:
+            nonlocal left
+            left = True
+            task.cancel()
 
-        self.connection.on_lost = left
+        self.connection.on_lost = leave
         try:
-            if self.connection.is_closing():
-                left()
-            return await working
+            return await work
         except asyncio.CancelledError:
-            this = asyncio.current_task()
-            if self.connection.is_closing() and (this is None or not this.cancelling()):
-                raise RequestError(400, "the client closed the connection") from None
-            raise
+            if not left or task.cancelling() > 1:
+                raise
+            raise _left() from None
         finally:
             self.connection.on_lost = None
+            if left:
+                task.uncancel()
 
     async def _part_within(self, seconds: float) -> bytes:
         """Raises TimeoutError, and RequestError as `_part` does. The loop hears its clock before its sockets: where the
@@ -472,6 +478,10 @@ class Call:
             async with asyncio.timeout(LINGER_SECONDS):
                 while taken < LINGER_BYTES and not self._body_read:
                     taken += len(await self._part())
+
+
+def _left() -> RequestError:
+    return RequestError(400, "the client closed the connection")
 
 
 def _stalled(limits: BodyLimits) -> RequestError:

@@ -261,7 +261,7 @@ class GenerationEndpoint(GeneratingEndpoint):
             searches = await call.unless_left(open_searches(table.tokenizer, generation))
         else:
             details = await call.unless_left(table.tokenizer.prompt_details(generation))
-            generation = await read_by_encoder(table.images, table.tokenizer, generation)
+            generation = await call.unless_left(read_by_encoder(table.images, table.tokenizer, generation))
         response_id, arrival = f"{self._prefix}-{secrets.token_hex(12)}", time.time()
         header = new_header(generation, self._prefix, identity=response_id, created=arrival)
         self._log(call, generation, header)
@@ -300,7 +300,7 @@ class GenerationEndpoint(GeneratingEndpoint):
         self._access.reserve(call, generation, table.free)
         generation = await table.images.filled(generation)
         details = await call.unless_left(table.tokenizer.prompt_details(generation))
-        generation = await read_by_encoder(table.images, table.tokenizer, generation)
+        generation = await call.unless_left(read_by_encoder(table.images, table.tokenizer, generation))
         header = new_header(generation, self._prefix, identity=opening.stream, created=opening.arrival)
         self._log(call, generation, header, last)
         assert generation.stream is not None

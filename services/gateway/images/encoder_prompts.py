@@ -42,11 +42,9 @@ async def read_by_encoder(
         except RequestError as error:
             return error
 
-    async with asyncio.TaskGroup() as tasks:
-        started = [tasks.create_task(outcome(prompt)) for prompt in generation.prompts]
     prompts: list[TokenPrompt] = []
-    for task in started:
-        if isinstance(found := task.result(), RequestError):
+    for found in await asyncio.gather(*map(outcome, generation.prompts)):  # a group that is cancelled leaves a cycle
+        if isinstance(found, RequestError):
             raise found
         prompts.append(found)
     return replace(generation, prompts=tuple(prompts), truncate_prompt_tokens=None, decoder_prompt=None)

@@ -18,7 +18,8 @@ from services.gateway.core.open_request import OpenRequest
 from services.gateway.http import call
 from services.gateway.http.call import MEMORY_BODY, BodyBudget, BodyLease, Call
 from shared.bus.memory_bus import MemoryBus
-from tests.support.gateway.fake_services import MODEL, eventually
+from shared.messages.model_card import EncoderDecoderModel
+from tests.support.gateway.fake_services import MODEL, FakeRing, eventually
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 
 KEPT = (Call, GenerationRequest, GenerationResponse, OpenRequest)
@@ -75,13 +76,22 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {**CHAT, "use_beam_search": True, "n": 2},
     "/generative_scoring": {"query": "SILENCE", "items": ["SILENCE"] * 20, "label_token_ids": [1, 2]},
 }
+READ: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": ["SILENCE"] * 3, "max_tokens": 1}}
 
 
 @pytest.mark.usefixtures("no_collections")
-async def test_questions_to_a_tokenizer_are_called_off_when_their_client_leaves(memory_bus: MemoryBus) -> None:
-    async with gateway_stack(memory_bus) as stack:
-        ring = stack.ring
-        for path, fields in QUESTIONS.items():
+@pytest.mark.parametrize(
+    ("questions", "encoder"),
+    [(QUESTIONS, None), (READ, EncoderDecoderModel(row_size=4, rows=64, start=2))],
+    ids=["all", "of prompts that an encoder reads"],
+)
+async def test_questions_to_a_tokenizer_are_called_off_when_their_client_leaves(
+    memory_bus: MemoryBus, questions: dict[str, dict[str, Any]], encoder: EncoderDecoderModel | None
+) -> None:
+    ring = FakeRing(memory_bus)
+    ring.encoder_decoder = encoder
+    async with gateway_stack(memory_bus, ring=ring) as stack:
+        for path, fields in questions.items():
             ring.held.clear()
             await leave(stack, path, ring.held, **fields)
             await eventually(lambda: {each.request for each in ring.held} <= ring.withdrawn and bool(ring.held))

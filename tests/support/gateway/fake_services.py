@@ -32,7 +32,7 @@ from shared.messages.gateway import (
     StreamOpened,
 )
 from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Service, SleepReport, TokenizerReport
-from shared.messages.model_card import AudioModel, ModelCard
+from shared.messages.model_card import AudioModel, EncoderDecoderModel, ModelCard
 from shared.messages.scheduler import (
     BlockMap,
     Cancel,
@@ -140,6 +140,7 @@ class FakeRing:
         """What the model says instead, a token each; it ends by itself then."""
         self.dialect = Dialect()
         self.aliases: tuple[ModelName, ...] = ()
+        self.encoder_decoder: EncoderDecoderModel | None = None
         self.audio: AudioModel | None = None
         self.images: int | None = None
         self.thinking: Thinking | None = None
@@ -179,7 +180,13 @@ class FakeRing:
 
     async def say(self, service: Service, instance: str, phase: Phase) -> None:
         report = EngineReport(
-            model=replace(CARD, aliases=self.aliases, audio=self.audio, images=self.images),
+            model=replace(
+                CARD,
+                aliases=self.aliases,
+                audio=self.audio,
+                images=self.images,
+                encoder_decoder=self.encoder_decoder,
+            ),
             waiting=0,
             running=self.busy,
             max_waiting=9,
