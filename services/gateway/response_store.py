@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway.api.errors import RequestError, abbreviated
+from services.gateway.api.responses.written_items import written_items
 from services.gateway.conversations.conversation_store import ConversationLimits, ConversationStore
 from services.gateway.database.records import CHUNK_BYTES, Database, DatabaseUnavailable, Record, RecordUnknown
 
@@ -157,7 +158,7 @@ class ResponseStore:
         where it is not known, 400 where it is full."""
         try:
             await self.conversations.check_room(id, owner)
-            return msgspec.json.encode(await self.conversations.items(id, owner))
+            return msgspec.json.encode([item.json for item in await self.conversations.items(id, owner)])
         except DatabaseUnavailable as error:
             raise _unavailable(error) from None
 
@@ -168,7 +169,8 @@ class ResponseStore:
         if response.get("conversation") is None or response["status"] not in CONTINUED:
             return True
         id = response["conversation"]["id"]
-        new = [*msgspec.json.decode(items)[-added:], *response["output"]]
+        asked = written_items(items)
+        new = [*(item.json for item in asked[len(asked) - added :]), *response["output"]]
         try:
             await self.conversations.add(id, owner, new, response["id"])
         except DatabaseUnavailable as error:

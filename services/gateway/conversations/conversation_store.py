@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError, abbreviated, invalid
 from services.gateway.api.responses.conversation import conversation_object
+from services.gateway.api.responses.input_items import Item
+from services.gateway.api.responses.written_items import WrittenItem, written_items
 from services.gateway.database.records import CHUNK_BYTES, Database, Record, RecordUnknown
 
 log = logging.getLogger(__name__)
@@ -36,8 +38,6 @@ CHECK_EVERY = 32
 """A gateway looks so rarely how much a key has, in additions that it has made for it."""
 PIECES = 4096
 """Chunks that one addition may have: its positions are its number times this, and following ones."""
-
-Item = dict[str, Any]
 
 
 class ConversationLimits(NamedTuple):
@@ -58,8 +58,8 @@ class StoredConversation(Struct, frozen=True, kw_only=True):
     """Number of the next one."""
     items: int = 0
     """That were added."""
-    deleted: tuple[str, ...] = ()
-    """Ids of items."""
+    deleted: dict[str, int] = {}
+    """Ids of items; of each the number of the first addition that may have it again."""
     recent: dict[str, int] = {}
     """Numbers of what the last responses have added."""
 
@@ -124,23 +124,23 @@ class ConversationStore:
         await self.get(id, owner)
         await self._database.delete(CONVERSATIONS, id)
 
-    async def items(self, id: str, owner: str) -> list[Item]:
+    async def items(self, id: str, owner: str) -> list[WrittenItem]:
         """All its items, the oldest first. Raises RequestError 404."""
         found = await self.get(id, owner)
-        deleted = frozenset(found.stored.deleted)
+        deleted = found.stored.deleted
         chunks: list[tuple[int, bytes]] = []
         while more := await self._database.chunks(CONVERSATIONS, id, chunks[-1][0] if chunks else -1):
             chunks += more
-        additions = (
-            b"".join(data for _, data in pieces) for _, pieces in groupby(chunks, lambda chunk: chunk[0] // PIECES)
-        )
-        items: list[Item] = [item for addition in additions for item in msgspec.json.decode(addition)]
-        return [item for item in items if item["id"] not in deleted]
+        items: list[WrittenItem] = []
+        for number, pieces in groupby(chunks, lambda chunk: chunk[0] // PIECES):
+            added = written_items(b"".join(data for _, data in pieces))
+            items += [item for item in added if number >= deleted.get(item.id, 0)]
+        return items
 
-    async def item(self, id: str, owner: str, item_id: str) -> Item:
+    async def item(self, id: str, owner: str, item_id: str) -> WrittenItem:
         """One item. Raises RequestError 404."""
         for item in await self.items(id, owner):
-            if item["id"] == item_id:
+            if item.id == item_id:
                 return item
         text = f"Item with id {abbreviated(item_id)} not found in conversation {abbreviated(id)}."
         raise RequestError(404, text, param="item_id")
@@ -148,14 +148,16 @@ class ConversationStore:
     async def delete_item(self, id: str, owner: str, item_id: str) -> ConversationObject:
         """The conversation without this item. Raises RequestError 404."""
         await self.item(id, owner, item_id)
-        return await self._change(id, owner, lambda stored: replace(stored, deleted=(*stored.deleted, item_id)))
+        return await self._change(
+            id, owner, lambda stored: replace(stored, deleted={**stored.deleted, item_id: stored.additions})
+        )
 
     async def check_room(self, id: str, owner: str) -> None:
         """Raises RequestError: 404 where it is not there, 400 where it is full."""
         found = await self.get(id, owner)
         _check_bounds(found.stored.items + 1, found.record.size)
 
-    async def add(self, id: str, owner: str, items: list[Item], response: str | None = None) -> None:
+    async def add(self, id: str, owner: str, items: Sequence[Item | msgspec.Raw], response: str | None = None) -> None:
         """Adds items; those of a `response` once. Raises RequestError: 404 where it is not there, 400 where it, or all
         that the key has, becomes too much."""
         encoded, number = msgspec.json.encode(items), 0

@@ -193,7 +193,9 @@ async def test_a_conversation_goes_on_at_another_gateway(memory_bus: MemoryBus, 
         assert (await client.items.delete(items[1].id, conversation_id=made.id)).id == made.id
         with pytest.raises(openai.NotFoundError):
             await client.items.retrieve(items[1].id, conversation_id=made.id)
-        added = await client.items.create(made.id, items=[{"role": "user", "content": "four"}])
+        again: Any = {"id": items[1].id, "role": "user", "content": "four"}  # a client's own id, which was free again
+        added = await client.items.create(made.id, items=[again])
+        assert (await client.items.retrieve(items[1].id, conversation_id=made.id)).content[0].text == "four"  # type: ignore[union-attr]
         await other.openai.responses.input_tokens.count(model=MODEL, input="five", conversation=made.id)
         left = [item.id async for item in client.items.list(made.id, order="asc", limit=100)]
         assert left == [*(item.id for item in items if item is not items[1]), added.data[0].id]
@@ -216,7 +218,7 @@ async def test_additions_to_a_conversation_at_once_are_all_kept_and_each_once(st
     store = stack.gateway._background[0].store
     for _ in range(2):  # as a gateway does that takes up what another one has nearly ended
         assert await store.add_to_conversation(response, b'[{"id": "a"}, {"id": "b"}]', 1, "")
-    assert [item["id"] for item in await store.conversations.items(made.id, "")][12:] == ["b", "o"]
+    assert [item.id for item in await store.conversations.items(made.id, "")][12:] == ["b", "o"]
 
 
 async def test_conversations_have_bounds(

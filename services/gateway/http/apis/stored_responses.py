@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-import msgspec
-
 from services.gateway.api.errors import RequestError, abbreviated, invalid, not_allowed, unsupported
+from services.gateway.api.responses.written_items import written_items
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.stored.item_page import ItemPage, number_of, read_query
 from services.gateway.http.call import Call
@@ -62,7 +61,7 @@ class StoredResponseEndpoints:
         page = ItemPage(call)
         background, id = self._named(call)
         _, stored = await background.store.find(id, call.key.name)
-        await call.respond_json(page.of(msgspec.json.decode(await background.store.items(id, stored))))
+        await call.respond_json(page.of(written_items(await background.store.items(id, stored))))
 
     def _named(self, call: Call) -> tuple[BackgroundResponses, str]:
         id: str = call.scope["path_params"]["id"]

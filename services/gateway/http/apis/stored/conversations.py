@@ -55,7 +55,7 @@ class ConversationEndpoints:
         """`GET /v1/conversations/{id}/items/{name}`. Raises RequestError."""
         read_query(call, "include")
         store, id = self._named(call)
-        await call.respond_json(await store.item(id, call.key.name, call.scope["path_params"]["name"]))
+        await call.respond_json((await store.item(id, call.key.name, call.scope["path_params"]["name"])).json)
 
     async def delete_item(self, call: Call) -> None:
         """`DELETE /v1/conversations/{id}/items/{name}`. Raises RequestError."""

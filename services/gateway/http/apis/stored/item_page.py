@@ -6,7 +6,7 @@ from typing import Any
 
 from services.gateway.api.errors import abbreviated, invalid, not_allowed, unsupported
 from services.gateway.api.responses.request import LOGPROBS
-from services.gateway.http.apis.files import listed
+from services.gateway.api.responses.written_items import WrittenItem
 from services.gateway.http.call import Call
 
 MAX_LISTED = 100
@@ -24,16 +24,18 @@ class ItemPage:
         if self._order not in ("asc", "desc"):
             raise not_allowed("order", self._order, "'asc' or 'desc' is")
 
-    def of(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+    def of(self, items: list[WrittenItem]) -> dict[str, Any]:
         """Returns them; `items`: all, the oldest first. Raises RequestError 400."""
         if self._order == "desc":
             items = items[::-1]
         if self._after is not None:
-            places = [i for i, item in enumerate(items) if item["id"] == self._after]
+            places = [i for i, item in enumerate(items) if item.id == self._after]
             if not places:
                 raise not_allowed("after", self._after, "the id of one of the items is")
             items = items[places[0] + 1 :]
-        return listed(items[: self._limit], len(items) > self._limit)
+        shown = items[: self._limit]
+        ends = {"first_id": shown[0].id, "last_id": shown[-1].id} if shown else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": [item.json for item in shown], **ends, "has_more": len(items) > len(shown)}
 
 
 def read_query(call: Call, *known: str) -> dict[str, str]:
