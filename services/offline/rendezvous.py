@@ -18,17 +18,28 @@ _OWNER = re.compile(r"baton-[0-9a-f]+-(?P<pid>\d+)-.*")
 
 
 def new_rendezvous(folder: Path | None = None) -> str:
-    """The address of a file of this process that does not exist yet; removes those of processes that are gone.
+    """The address of a file of this process that does not exist yet; removes those that processes of this user left,
+    which are gone.
     `folder`: None: the system's for temporary files."""
     folder = Path(tempfile.gettempdir()) if folder is None else folder
     here = _process_numbers()
     for path in folder.glob(f"baton-{here}-*"):
         found = _OWNER.fullmatch(path.name)
-        if found is not None and not _is_alive(int(found["pid"])):
+        if found is not None and not _is_alive(int(found["pid"])) and _is_own(path):
             _remove(path)
     address = rendezvous_file(folder, f"baton-{here}-{os.getpid()}")
     atexit.register(_remove, Path(address.removeprefix("file://")))
     return address
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is this user's: root could remove anybody's."""
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:  # gone meanwhile
+        return False
+    except AttributeError:  # Windows' files have no user of this kind
+        return True
 
 
 def _remove(path: Path) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from services.offline.rendezvous import new_rendezvous
 
 START = "import sys; from pathlib import Path; from services.offline.rendezvous import new_rendezvous as new; "
 
 
-def test_what_a_process_has_left_that_is_gone_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_what_a_process_has_left_that_is_gone_is_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = (
         f"{START}path = Path(new(Path(sys.argv[1])).removeprefix('file://')); path.touch(); print(path, flush=True); "
     )
@@ -26,7 +31,10 @@ def test_what_a_process_has_left_that_is_gone_is_removed_and_nothing_else(tmp_pa
     others = [tmp_path / name for name in (own, elsewhere, "baton-models", left.name.replace("-", "_"))]
     for path in others:
         path.touch()
-    assert left.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: left.stat().st_uid + 1)
+        new_rendezvous(tmp_path)
+    assert left.exists(), "another user's"
     new = new_rendezvous(tmp_path)
     assert not left.exists()
     assert all(path.exists() for path in others)
