@@ -23,6 +23,9 @@ from services.worker.ops.torch_latent import best_tokens
 _MAX_SCORES = 1 << 21
 """Scores that a chunk of rows computes at once: 8 MiB."""
 _MIN_CHUNK = 16
+_FEW = 4
+"""Up to so many times as many entries as are chosen, rows of a prompt attend to all together, with those masked that
+are not; beyond, each gathers its own, which takes less time then."""
 _MAX_GATHERED = 1 << 24
 """Elements of keys that decodes gather at once."""
 
@@ -145,8 +148,8 @@ class _EntryAttention(NamedTuple):
             seen = positions + torch.arange(1 - window, 1, device=positions.device)
             keys = self.step.rows.gather(self.step.rows.keys, meta.block_tables[rows], seen)
             unseen = (seen < 0).unsqueeze(1)
-            if ended:
-                entries, missing = self._entries(rows, rows, ended)
+            if (found := self._found(rows, ended)) is not None:
+                entries, missing = self._entries(rows, found, apart=True)
                 keys, unseen = torch.cat((keys, entries), dim=1), torch.cat((unseen, missing), dim=2)
             yield self._mix(self.queries.heads[rows].unsqueeze(1), keys, unseen)
 
@@ -155,9 +158,10 @@ class _EntryAttention(NamedTuple):
         meta, window = self.step.rows.meta, self.sizes.window
         start = meta.num_decodes
         for sequence, (rows, context) in enumerate(meta.prefills, start=start):
-            own, tables = slice(sequence, sequence + 1), meta.block_tables[sequence : sequence + 1]
+            tables = meta.block_tables[sequence : sequence + 1]
             ended = 0 if self.step.entries is None else context // self.step.entries.rate
-            step = max(_MIN_CHUNK, _MAX_SCORES // (self.queries.heads.shape[1] * (window + _MIN_CHUNK + ended)))
+            found = self._found(slice(sequence, sequence + 1), ended)
+            step, apart = self._rows_at_once(ended), self._chooses(ended, _FEW)
             for first in range(0, rows, step):
                 count, before = min(step, rows - first), context - rows + first
                 seen = torch.arange(max(0, before - window + 1), before + count, device=tables.device)
@@ -165,29 +169,50 @@ class _EntryAttention(NamedTuple):
                 ahead = seen - torch.arange(before, before + count, device=tables.device).unsqueeze(1)
                 unseen = ((ahead > 0) | (ahead <= -window)).unsqueeze(0)
                 chunk = slice(start + first, start + first + count)
-                if ended:
-                    entries, missing = self._entries(chunk, own, ended)
+                q = self.queries.heads[chunk].unsqueeze(0)
+                if apart:  # as sequences of a row
+                    q, keys, unseen = q.transpose(0, 1), keys.expand(count, -1, -1), unseen.transpose(0, 1)
+                if found is not None:
+                    entries, missing = self._entries(chunk, found, apart=apart)
                     keys, unseen = torch.cat((keys, entries), dim=1), torch.cat((unseen, missing), dim=2)
-                yield self._mix(self.queries.heads[chunk].unsqueeze(0), keys, unseen)
+                yield self._mix(q, keys, unseen)
             start += rows
 
-    def _entries(self, rows: slice, sequences: slice, ended: int) -> tuple[Tensor, Tensor]:
-        """The keys of entries of S sequences, to which the rows belong in turn, or all to one, [S, k, D], and which of
-        them a row does not see, [S, rows of a sequence, k]."""
-        cache, meta = self.step.entries, self.step.rows.meta
+    def _found(self, sequences: slice, ended: int) -> Tensor | None:
+        """[S, ended, …]: the first entries of these sequences, by their group's tables; None: there are none."""
+        cache = self.step.entries
+        return cache.gather(cache.meta.block_tables[sequences], ended) if cache is not None and ended else None
+
+    def _chooses(self, ended: int, times: int = 1) -> bool:
+        """Whether there are more than so many `times` as many entries as an indexer chooses."""
+        return self.queries.index_q is not None and ended > times * self.sizes.index_chosen
+
+    def _rows_at_once(self, ended: int) -> int:
+        """Of a prompt with so many entries, by what their scores take, the indexer's, too."""
+        attended = self.sizes.index_chosen if self._chooses(ended, _FEW) else ended
+        width = self.sizes.window + _MIN_CHUNK + attended
+        rows = max(_MIN_CHUNK, _MAX_SCORES // (self.queries.heads.shape[1] * width))
+        if self.queries.index_q is None or not self._chooses(ended):
+            return rows
+        return min(rows, max(1, _MAX_SCORES // (self.queries.index_q.shape[1] * ended)))
+
+    def _entries(self, rows: slice, found: Tensor, *, apart: bool) -> tuple[Tensor, Tensor]:
+        """`found` [S, ended, …]: the entries of S sequences, to which the rows belong in turn, or all to one. Returns
+        keys [S, k, D], and which of them a row does not see, [S, rows of a sequence, k]. `apart`: where an indexer
+        chooses, each row has keys of its own, as if it were a sequence."""
+        cache, meta, ended = self.step.entries, self.step.rows.meta, found.shape[1]
         assert cache is not None
-        found = cache.gather(cache.meta.block_tables[sequences], ended)
         numbers = torch.arange(ended, device=found.device)
         unseen = numbers >= (meta.positions[rows].unsqueeze(1) + 1) // cache.rate
         dim, chosen = self.queries.heads.shape[2], self.sizes.index_chosen
         keys = found[:, :, :dim]
-        if self.queries.index_q is None or ended <= chosen:
+        if not self._chooses(ended):
             return keys, unseen.view(len(found), -1, ended)
         places = best_tokens(self._scores(rows, found[:, :, dim:]).masked_fill_(unseen, float("-inf")), chosen)
-        if len(found) == len(places) and len(found) > 1:
-            keys = keys.gather(1, places.unsqueeze(2).expand(-1, -1, dim))
-            return keys, unseen.gather(1, places).unsqueeze(1)
-        return keys, (unseen | torch.ones_like(unseen).scatter_(1, places, False)).unsqueeze(0)
+        if not apart:
+            return keys, (unseen | torch.ones_like(unseen).scatter_(1, places, False)).unsqueeze(0)
+        own = keys.expand(len(places), -1, -1).gather(1, places.unsqueeze(2).expand(-1, -1, dim))
+        return own, unseen.gather(1, places).unsqueeze(1)
 
     def _scores(self, rows: slice, keys: Tensor) -> Tensor:
         """keys [S, k, dim] of the indexer → what they are worth to rows, [rows, k]. What multiplies all is left out."""
