@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
+from services.gateway.api.encoding.lazy_json import LazyArray
 from shared.messages.gateway import LogprobText, PositionLogprobs
 
 MIN_LOGPROB = -9999.0
@@ -26,14 +29,17 @@ def by_id(text: LogprobText) -> str:
 
 def chat_logprobs(positions: Iterable[PositionLogprobs], naming: TokenNaming = by_text) -> dict[str, Any]:
     """Returns `choices[].logprobs` of a chat."""
-    content = [
-        {
-            **_chat_token(position.chosen, naming),
-            "top_logprobs": [_chat_token(text, naming) for text in position.top],
-        }
-        for position in positions
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": [_chat_position(position, naming) for position in positions], "refusal": None}
+
+
+def lazy_chat_logprobs(positions: Iterable[PositionLogprobs], naming: TokenNaming) -> dict[str, Any]:
+    """Returns the same, to be made as it is encoded."""
+    return {"content": LazyArray(_chat_position(position, naming) for position in positions), "refusal": None}
+
+
+def _chat_position(position: PositionLogprobs, naming: TokenNaming) -> dict[str, Any]:
+    top = [_chat_token(text, naming) for text in position.top]
+    return {**_chat_token(position.chosen, naming), "top_logprobs": top}
 
 
 def _chat_token(text: LogprobText, naming: TokenNaming) -> dict[str, Any]:
@@ -47,17 +53,22 @@ class CompletionLogprobs(NamedTuple):
 
     tokens: list[str]
     logprobs: list[float | None]
-    top: list[dict[str, float] | None]
+    top: Iterator[dict[str, float] | None]
+    """Made as they are asked for, once: they are the most of it."""
     offsets: list[int]
     """Characters of the text before each token."""
 
     def body(self) -> dict[str, Any]:
         """Returns them as JSON."""
+        return {**self.lazy_body(), "top_logprobs": list(self.top)}
+
+    def lazy_body(self) -> dict[str, Any]:
+        """Returns the same, to be made as it is encoded."""
         return {
             "text_offset": self.offsets,
             "token_logprobs": self.logprobs,
             "tokens": self.tokens,
-            "top_logprobs": self.top,
+            "top_logprobs": LazyArray(self.top),
         }
 
     def followed_by(self, later: CompletionLogprobs) -> CompletionLogprobs:
@@ -65,23 +76,23 @@ class CompletionLogprobs(NamedTuple):
         return CompletionLogprobs(
             self.tokens + later.tokens,
             self.logprobs + later.logprobs,
-            self.top + later.top,
+            chain(self.top, later.top),
             self.offsets + later.offsets,
         )
 
 
 def completion_logprobs(
-    positions: Iterable[PositionLogprobs], offset: int, naming: TokenNaming = by_text, top: int | None = None
+    positions: Sequence[PositionLogprobs], offset: int, naming: TokenNaming = by_text, top: int | None = None
 ) -> tuple[CompletionLogprobs, int]:
     """Returns the columns of tokens that start at character `offset` of the text, and the offset after the last.
 
     `top`: how many most likely tokens to show; None: all that were reported.
     """
-    columns = CompletionLogprobs([], [], [], [])
+    likely = map(partial(_top_logprobs, top=top, naming=naming), positions)
+    columns = CompletionLogprobs([], [], likely, [])
     for position in positions:
         columns.tokens.append(naming(position.chosen))
         columns.logprobs.append(max(position.chosen.logprob, MIN_LOGPROB))
-        columns.top.append(_top_logprobs(position, top, naming))
         columns.offsets.append(offset)
         offset += len(position.chosen.token)
     return columns, offset
@@ -96,12 +107,12 @@ def _top_logprobs(position: PositionLogprobs, top: int | None, naming: TokenNami
 
 
 def echoed_logprobs(
-    first: str, first_id: int | None, positions: Iterable[PositionLogprobs], naming: TokenNaming, top: int | None
+    first: str, first_id: int | None, positions: Sequence[PositionLogprobs], naming: TokenNaming, top: int | None
 ) -> CompletionLogprobs:
     """Returns the columns of an echoed prompt: its first token, and `positions` from the second on."""
     name = first if naming is by_text or first_id is None else f"token_id:{first_id}"
     rest, _ = completion_logprobs(positions, len(first), naming, top)
-    return CompletionLogprobs([name], [None], [None], [0]).followed_by(rest)
+    return CompletionLogprobs([name], [None], iter([None]), [0]).followed_by(rest)
 
 
 def logprobs_by_id(position: PositionLogprobs) -> dict[int, float]:
@@ -109,10 +120,10 @@ def logprobs_by_id(position: PositionLogprobs) -> dict[int, float]:
     return {text.token_id: max(text.logprob, MIN_LOGPROB) for text in (*position.top, position.chosen)}
 
 
-def prompt_logprobs(positions: Iterable[PositionLogprobs], top: int) -> list[dict[str, Any] | None]:
+def prompt_logprobs(positions: Iterable[PositionLogprobs], top: int) -> LazyArray:
     """Returns vLLM's `prompt_logprobs`: for each token of the prompt, itself and the `top` most likely ones, by token
     id. The first entry is None."""
-    return [None, *(_by_token_id(position, top) for position in positions)]
+    return LazyArray(chain([None], (_by_token_id(position, top) for position in positions)))
 
 
 def _by_token_id(position: PositionLogprobs, top: int) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-import msgspec
-
+from services.gateway.api.encoding.lazy_json import LazyArray
 from services.gateway.api.errors import STATUS, RequestError, invalid
 from services.gateway.api.generation import PROMPT_FIELDS, GenerationKind, ResponseOptions
 from services.gateway.api.logprobs import (
@@ -17,9 +16,9 @@ from services.gateway.api.logprobs import (
     TokenNaming,
     by_id,
     by_text,
-    chat_logprobs,
     completion_logprobs,
     echoed_logprobs,
+    lazy_chat_logprobs,
     prompt_logprobs,
 )
 from services.gateway.api.vllm.answer_fields import (
@@ -415,27 +414,29 @@ def response_body(
     options: ResponseOptions,
     started_at: float = 0.0,
     transfer: dict[str, Any] | None = None,
-) -> bytes:
-    """Returns the JSON of a response that is not streamed; `started_at`: when the request came; `transfer`: its
+) -> dict[str, Any]:
+    """Returns a response that is not streamed, for `LazyEncoder`; `started_at`: when the request came; `transfer`: its
     `kv_transfer_params`."""
     known = {choice.prompt: choice.prompt_logprobs for choice in choices if choice.prompt_logprobs}
     for choice in choices:  # one choice of each prompt has received them
         choice.prompt_logprobs = known.get(choice.prompt, choice.prompt_logprobs)
     chat = header.kind == "chat"
-    bodies = [_chat_choice(choice, options) if chat else _completion_choice(choice, options) for choice in choices]
+    batch = chat and choices[-1].prompt > 0
+    bodies = LazyArray(
+        (_chat_choice(choice, options) if chat else _completion_choice(choice, options))
+        # of a batch of chats each choice has its own prompt
+        | (_prompt_fields(choice, options) if batch else {})
+        for choice in choices
+    )
     answer = {**header.fields(chunk=False), "choices": bodies, "usage": usage(choices), **UNUSED_OF_ANSWER}
     answer["kv_transfer_params"] = transfer
     if chat:
         answer |= UNUSED_OF_CHAT
-        if choices[-1].prompt == 0:
+        if not batch:
             answer |= _prompt_fields(choices[0], options)
-        else:  # of a batch of chats each choice has its own prompt
-            answer["choices"] = [
-                body | _prompt_fields(choice, options) for choice, body in zip(choices, bodies, strict=True)
-            ]
     if options.metrics:
         answer["metrics"] = timing_metrics(choices, started_at)
-    return msgspec.json.encode(answer)
+    return answer
 
 
 def _chat_choice(choice: ChoiceState, options: ResponseOptions) -> dict[str, Any]:
@@ -446,7 +447,7 @@ def _chat_choice(choice: ChoiceState, options: ResponseOptions) -> dict[str, Any
     return {
         "index": choice.index,
         "message": UNUSED_OF_MESSAGE | message | {"role": options.role},
-        "logprobs": chat_logprobs(choice.logprobs, naming) if options.logprobs else None,
+        "logprobs": lazy_chat_logprobs(choice.logprobs, naming) if options.logprobs else None,
         "finish_reason": choice.finish_reason,
         **_vllm_choice(choice, options),
     }
@@ -478,7 +479,7 @@ def _completion_logprobs(choice: ChoiceState, options: ResponseOptions) -> dict[
     logprobs, _ = completion_logprobs(choice.logprobs, len(choice.echo), naming)
     if options.echo_logprobs is not None:
         logprobs = choice.echoed_logprobs(naming, options.echo_logprobs).followed_by(logprobs)
-    return logprobs.body()
+    return logprobs.lazy_body()
 
 
 def _prompt_fields(choice: ChoiceState, options: ResponseOptions) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.api.anthropic.models import model_info, model_page
+from services.gateway.api.encoding.lazy_json import LazyEncoder
 from services.gateway.api.errors import RequestError, abbreviated
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.database.records import DatabaseUnavailable
@@ -197,14 +198,13 @@ class InfoEndpoints:
         """`/tokenize`: the token ids of a text or of messages. Raises RequestError."""
         card, encoded = await ask_tokenizer(call, self._table, self._parser, "tokenize", EncodeReply)
         tokens = unpack(encoded.tokens)
-        await call.respond_json(
-            {
-                "count": len(tokens),
-                "max_model_len": card.max_model_len,
-                "tokens": tokens,
-                "token_strs": encoded.strings,
-            }
-        )
+        answer = {
+            "count": len(tokens),
+            "max_model_len": card.max_model_len,
+            "tokens": tokens,
+            "token_strs": encoded.strings,
+        }
+        await call.respond(await LazyEncoder().encode(answer))
 
     async def detokenize(self, call: Call) -> None:
         """`/detokenize`: the text of token ids. Raises RequestError."""

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
+from services.gateway.api.encoding.lazy_json import LazyEncoder
 from services.gateway.api.errors import RequestError, invalid
 from services.gateway.api.event_ids import EventId
 from services.gateway.api.generation import GenerationRequest, StreamOptions
@@ -210,6 +211,10 @@ class GeneratingEndpoint:
         elif started:
             await self._finish(call, call.end())
 
+    async def _answer(self, call: Call, value: Any) -> None:
+        """Responds with the JSON of a whole answer, made in turns with other calls where it has lazy arrays."""
+        await self._finish(call, call.respond(await LazyEncoder().encode(value)))
+
     async def _finish(self, call: Call, writing: Awaitable[None]) -> None:
         """Aborts the connection of a client that does not read the response's end."""
         try:
@@ -334,7 +339,7 @@ class GenerationEndpoint(GeneratingEndpoint):
             raise response.error
         elif outcome == "finished":
             body = response_body(header, response.choices, generation.response_options, response.started_at, transfer)
-            await self._finish(call, call.respond(body))
+            await self._answer(call, body)
 
     async def _stream(
         self,

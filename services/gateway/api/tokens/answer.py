@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from services.gateway.api.encoding.lazy_json import LazyArray
 from services.gateway.api.logprobs import MIN_LOGPROB, chat_logprobs, prompt_logprobs
 from services.gateway.api.response import ChoiceState, ResponseHeader, usage
 from services.gateway.api.tokens.request import TokensAnswerOptions
@@ -36,7 +37,10 @@ def answer(
         "kv_transfer_params": transfer,
         **UNUSED,
         **_mode(options),
-        "choices": [_choice(each, options, each.token_ids, "".join(each.texts), each.logprobs) for each in choices],
+        "choices": LazyArray(
+            _choice(each, options, each.token_ids, "".join(each.texts), LazyArray(_positions(each.logprobs, options)))
+            for each in choices
+        ),
     }
 
 
@@ -48,7 +52,9 @@ def chunk(
         "request_id": header.shown_id or header.id,
         "usage": usage([choice]) if with_usage else None,
         **_mode(options),
-        "choices": [_choice(choice, options, list(delta.tokens), delta.text, delta.logprobs or ())],
+        "choices": [
+            _choice(choice, options, list(delta.tokens), delta.text, list(_positions(delta.logprobs or (), options)))
+        ],
     }
     if options.prompt_ids and choice.prompt_ids is not None:
         body["prompt_token_ids"] = choice.prompt_ids
@@ -69,7 +75,7 @@ def _choice(
     options: TokensAnswerOptions,
     tokens: list[int],
     text: str,
-    positions: Iterable[PositionLogprobs],
+    logprobs: list[dict[str, Any]] | LazyArray,
 ) -> dict[str, Any]:
     ended = choice.finish is not None
     return {
@@ -80,24 +86,22 @@ def _choice(
         "weight_versions": weight_versions(choice.tokens) if ended else None,
         **UNUSED_OF_CHOICE,
         **({"text": text} if options.text else {}),
-        "logprobs": None if options.logprobs is None else _logprobs(positions, options),
+        "logprobs": None if options.logprobs is None else {"content": logprobs},
     }
 
 
-def _logprobs(positions: Iterable[PositionLogprobs], options: TokensAnswerOptions) -> dict[str, Any]:
+def _positions(positions: Iterable[PositionLogprobs], options: TokensAnswerOptions) -> Iterator[dict[str, Any]]:
     """As vLLM has it, the sampled token is the first of `top_logprobs`, and counts among them."""
-    content = []
     for position in positions:
         chosen = position.chosen
         ranks = {text.token_id: i for i, text in enumerate(position.top, start=1)} if options.ranked else {}
         likely = [chosen, *(text for text in position.top if text.token_id != chosen.token_id)]
         top = likely[: max(options.logprobs or 0, 1)]
         if options.text:
-            content += chat_logprobs([PositionLogprobs(chosen, tuple(top))])["content"]
+            yield from chat_logprobs([PositionLogprobs(chosen, tuple(top))])["content"]
         else:
             ranked = [_token(text, ranks) for text in top]
-            content.append({**ranked[0], "top_logprobs": ranked})
-    return {"content": content}
+            yield {**ranked[0], "top_logprobs": ranked}
 
 
 def _token(text: LogprobText, ranks: dict[int, int]) -> dict[str, Any]:

@@ -20,4 +20,4 @@ class ChatBatchEndpoint(GeneratingEndpoint):
         response = await self._table.open(generation, header, ResponseWriter(), details)
         if await self._whole(call, response):
             body = response_body(header, response.choices, generation.response_options, response.started_at)
-            await self._finish(call, call.respond(body))
+            await self._answer(call, body)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
+from services.gateway.api.encoding.lazy_json import LazyArray
 from services.gateway.api.errors import RequestError
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
 from services.gateway.api.sglang.answer import answer
@@ -73,10 +73,10 @@ class SglangEndpoint(GeneratingEndpoint):
             response = await self._table.open(generation, header, ResponseWriter(), details)
             if await self._whole(call, response):
                 now = time.monotonic()
-                bodies: list[Any] = [
+                bodies = (
                     answer(choice, header, options, began=response.started_at, now=now) for choice in response.choices
-                ]
-                await self._finish(call, call.respond_json(bodies if options.batch else bodies[0]))
+                )
+                await self._answer(call, LazyArray(bodies) if options.batch else next(bodies))
             return
         settings = self._settings
         writer = SglangWriter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.gateway.api.encoding import lazy_json
+from services.gateway.api.encoding.lazy_json import LazyEncoder
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import ResponseOptions, StreamOptions
 from services.gateway.api.logprobs import MIN_LOGPROB, chat_logprobs, completion_logprobs
@@ -30,6 +33,12 @@ def parsed(frame: bytes) -> Any:
     assert frame.endswith(b"\n\n")
     assert frame.count(b"\n") == 2, "an event is one line"
     return json.loads(frame[6:])
+
+
+async def body_of(
+    header: ResponseHeader, choices: list[ChoiceState], options: ResponseOptions, started_at: float = 0.0
+) -> Any:
+    return json.loads(await LazyEncoder().encode(response_body(header, choices, options, started_at)))
 
 
 HEAD = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 17, "model": 'a "model"/é'}
@@ -126,30 +135,67 @@ def test_as_cached_counts_what_no_choice_of_a_prompt_computed() -> None:
     assert usage(choices)["prompt_tokens_details"] == {"cached_tokens": 16}
 
 
-def test_whole_bodies_join_the_pieces_behind_the_echo() -> None:
+async def test_whole_bodies_join_the_pieces_behind_the_echo() -> None:
     choice = ChoiceState(0, 0, echo="P:", texts=["a", "b"], finish="length", logprobs=[POSITION])
-    [shown] = json.loads(response_body(COMPLETION, [choice], ResponseOptions(logprobs=True)))["choices"]
+    [shown] = (await body_of(COMPLETION, [choice], ResponseOptions(logprobs=True)))["choices"]
     assert (shown["text"], shown["finish_reason"], shown["stop_reason"]) == ("P:ab", "length", None)
     assert shown["logprobs"]["text_offset"] == [2]
-    [shown] = json.loads(response_body(CHAT, [choice], ResponseOptions()))["choices"]
+    [shown] = (await body_of(CHAT, [choice], ResponseOptions()))["choices"]
     assert shown["message"]["content"] == "P:ab"
 
 
-def test_every_field_of_vllms_answers_is_there_and_null_where_it_says_nothing() -> None:
+async def test_others_have_their_turn_while_a_large_answer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer has all log-probabilities of all its choices, in their order."""
+    monkeypatch.setattr(lazy_json, "TURN_SECONDS", 0.0)
+    positions = [
+        PositionLogprobs(LogprobText(f"t{i}", b"t", -i, i), (LogprobText(f"t{i}", b"t", -i, i),)) for i in range(8)
+    ]
+    choices = [
+        ChoiceState(i, 0, texts=["a"], finish="length", logprobs=positions[i:], prompt_logprobs=positions)
+        for i in range(3)
+    ]
+    turns, options = 0, ResponseOptions(logprobs=True, prompt_logprobs=1)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(others())
+    chat, completion = [await body_of(header, choices, options) for header in (CHAT, COMPLETION)]
+    other.cancel()
+    assert turns > 2 * sum(len(choice.logprobs) for choice in choices)
+    for number, (of_chat, of_completion) in enumerate(zip(chat["choices"], completion["choices"], strict=True)):
+        assert of_chat["logprobs"] == chat_logprobs(positions[number:])
+        assert of_completion["logprobs"] == completion_logprobs(positions[number:], 0)[0].body()
+        assert of_completion["prompt_logprobs"] == chat["prompt_logprobs"]
+    scored = [{str(i): {"logprob": -i, "rank": None, "decoded_token": f"t{i}"}} for i in range(8)]
+    assert chat["prompt_logprobs"] == [None, *scored]
+    long: dict[str, Any] = {
+        "ids": list(range(2 * lazy_json.SLICE + 1)),
+        "texts": ("é",) * lazy_json.SLICE * 2,
+        "none": [],
+        "one": [1],
+    }
+    assert json.loads(await LazyEncoder().encode(long)) == long | {"texts": list(long["texts"])}
+
+
+async def test_every_field_of_vllms_answers_is_there_and_null_where_it_says_nothing() -> None:
     choice = ChoiceState(0, 0, texts=["a"], tokens=1, finish="stop")
     head = {"created": 17, "system_fingerprint": "baton-2", "usage": usage([choice])}
     unused = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"))
     end = {"index": 0, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
     end |= dict.fromkeys(("token_ids", "routed_experts"))
     silent = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-    assert json.loads(response_body(CHAT, [choice], ResponseOptions())) == head | unused | {
+    assert await body_of(CHAT, [choice], ResponseOptions()) == head | unused | {
         "id": "chatcmpl-1",
         "object": "chat.completion",
         "model": 'a "model"/é',
         "choices": [end | {"message": silent | {"role": "assistant", "content": "a"}}],
         **dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text")),
     }
-    assert json.loads(response_body(COMPLETION, [choice], ResponseOptions())) == head | unused | {
+    assert await body_of(COMPLETION, [choice], ResponseOptions()) == head | unused | {
         "id": "cmpl-1",
         "object": "text_completion",
         "model": "demo",
@@ -157,7 +203,7 @@ def test_every_field_of_vllms_answers_is_there_and_null_where_it_says_nothing() 
     }
 
 
-def test_metrics_are_one_choices_times() -> None:
+async def test_metrics_are_one_choices_times() -> None:
     choice = ChoiceState(0, 0, tokens=5, queued=0.125, first_token_at=10.25, last_token_at=12.25, finish="stop")
     options = ResponseOptions(metrics=True)
     wanted = {
@@ -168,15 +214,15 @@ def test_metrics_are_one_choices_times() -> None:
         "tokens_per_second": 5 / 2.25,
         "speculative_decoding": None,
     }
-    assert json.loads(response_body(CHAT, [choice], options, 10.0))["metrics"] == wanted
+    assert (await body_of(CHAT, [choice], options, 10.0))["metrics"] == wanted
     assert parsed(SseFrames(COMPLETION, USAGE, 1, options).usage([choice], 10.0))["metrics"] == wanted
-    assert json.loads(response_body(CHAT, [choice, choice], options, 10.0))["metrics"] is None
-    assert json.loads(response_body(CHAT, [ChoiceState(0, 0)], options, 10.0))["metrics"] == dict.fromkeys(wanted)
+    assert (await body_of(CHAT, [choice, choice], options, 10.0))["metrics"] is None
+    assert (await body_of(CHAT, [ChoiceState(0, 0)], options, 10.0))["metrics"] == dict.fromkeys(wanted)
 
 
-def test_a_client_may_call_its_request_what_it_likes() -> None:
+async def test_a_client_may_call_its_request_what_it_likes() -> None:
     header = CHAT._replace(shown_id="chatcmpl-mine")
-    assert json.loads(response_body(header, [ChoiceState(0, 0)], ResponseOptions()))["id"] == "chatcmpl-mine"
+    assert (await body_of(header, [ChoiceState(0, 0)], ResponseOptions()))["id"] == "chatcmpl-mine"
 
 
 def test_a_histogram_counts_into_the_first_bucket_that_holds_the_value() -> None:

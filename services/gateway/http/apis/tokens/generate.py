@@ -80,4 +80,4 @@ class TokensEndpoint(GeneratingEndpoint):
         whole, transfer = await self._whole_and_kept(call, generation, response)
         if whole:
             scored = generation.response_options.prompt_logprobs
-            await self._finish(call, call.respond_json(answer(header, response.choices, options, scored, transfer)))
+            await self._answer(call, answer(header, response.choices, options, scored, transfer))
