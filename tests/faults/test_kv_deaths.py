@@ -76,13 +76,13 @@ class Scene:
 
     async def survives(self, moment: Moment, salt: str, interfere: Callable[[], object]) -> None:
         """All streams end as they would have, and then everything is as it was before."""
-        streams = await self._until(moment, salt)
+        streams = await self.until(moment, salt)
         interfere()
         assert not streams.ended, "all was over before anything happened"
         assert await streams.end() == self.undisturbed, self.stack.last_words()
         await assert_at_rest(self.stack)
 
-    async def _until(self, moment: Moment, salt: str) -> Streams:
+    async def until(self, moment: Moment, salt: str) -> Streams:
         """Streams that have come to `moment`; asked again where a busy machine showed it when all was over."""
         for number in range(_TRIES):
             async with listening(self.stack, moment) as listener:
@@ -217,10 +217,8 @@ async def test_streams_survive_a_store_that_stands_still(scene: Scene) -> None:
     ids=str,
 )
 async def test_what_clients_leave_is_freed_and_others_go_on(scene: Scene, moment: Moment) -> None:
-    async with listening(scene.stack, moment) as listener:
-        streams = scene.ask(f"left when {moment}")
-        await listener.moment()
-        stayed = await streams.leave()
+    streams = await scene.until(moment, f"left when {moment}")
+    stayed = await streams.leave()
     assert stayed == scene.undisturbed[1::2]
     await assert_at_rest(scene.stack)
 

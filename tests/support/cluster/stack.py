@@ -73,7 +73,7 @@ class RunningStack:
 
     def _started(self) -> subprocess.Popen[bytes] | ForkedUp:
         """It dies with the tests; what it has started ends soon after."""
-        if can_fork(self._argv):
+        if can_fork(self._argv, self._environment):
             return fork_up(self._argv, self._environment, self._said, die_with_parent)
         with self._said.open("ab") as output:
             return subprocess.Popen(

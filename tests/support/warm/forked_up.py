@@ -19,6 +19,7 @@ from shared.config import replace_environment
 from tests.support.lanes import forked_server
 from tests.support.paths import REPOSITORY
 from tests.support.warm import up
+from tests.support.warm.processes import PYTHONPATH
 
 
 class ForkedUp:
@@ -47,9 +48,11 @@ class ForkedUp:
         self.send_signal(signal.SIGKILL)
 
 
-def can_fork(argv: Sequence[str]) -> bool:
-    """Whether this starts templates of warm processes, and a fork server is there that was forked itself: one that is
-    started would import all of it first."""
+def can_fork(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether this starts templates of warm processes, with folders of packages that are the tests' own, and a fork
+    server is there that was forked itself: one that is started would import all of it first."""
+    if environment.get("PYTHONPATH", "") != PYTHONPATH:  # a supervisor looks for packages, too
+        return False
     return list(argv[1:3]) == ["-m", up.__name__] and forked_server.is_there()
 
 

@@ -22,7 +22,7 @@ _READ_BY_LIBRARIES = tuple(_LIBRARIES.split())
 """Prefixes of variables that have had their effect in a warm process: what has others is started as always."""
 _KINDS = ("services", "worker")
 _DEADLINE = 120.0
-_PYTHONPATH = os.environ.get("PYTHONPATH", "")
+PYTHONPATH = os.environ.get("PYTHONPATH", "")
 """That of the tests' process, before any test changes it."""
 _ROOM = 2**15
 """Bytes, for the environment and the command line of a template."""
@@ -77,7 +77,7 @@ def _started() -> WarmProcesses:
 
 def _start(folder: Path, owner: int) -> WarmProcesses:
     environment = dict(os.environ)
-    shown = {**environment, "PYTHONPATH": _PYTHONPATH, "OPENBLAS_NUM_THREADS": "1", NAME_MARK: "/" * _ROOM}
+    shown = {**environment, "PYTHONPATH": PYTHONPATH, "OPENBLAS_NUM_THREADS": "1", NAME_MARK: "/" * _ROOM}
     children = []
     for kind in _KINDS:
         argv = [sys.executable, "-m", "tests.support.warm", str(folder / kind), kind, str(owner), " " * _ROOM]
