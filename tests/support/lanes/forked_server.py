@@ -11,6 +11,8 @@ from contextlib import suppress
 from multiprocessing import forkserver, util
 from typing import Any, NoReturn
 
+from tests.support.lanes.forked_logs import log_to_own_errors
+
 PRELOADED = (
     "tests.support.worker.rank_process",
     "transformers.modeling_utils",
@@ -60,6 +62,7 @@ def _serve(code: str, descriptors: Sequence[int]) -> NoReturn:
         os.dup2(nothing, 0)
         os.dup2(2, 1)
         os.close(nothing)
+        log_to_own_errors()
         if descriptors[0] in select.select(descriptors, [], [])[0]:
             with suppress(SystemExit):  # as it ends where nobody needs it any more
                 exec(code, {})
