@@ -12,7 +12,7 @@ from deploy.supervisor.state_file import directory_of, is_held, read_state
 from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, client_of, stream_chat
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.lanes import forked_server
-from tests.support.warm.forked_up import ForkedUp
+from tests.support.warm.forked_baton import ForkedBaton
 
 STREAMS = 8
 TOKENS = 200
@@ -69,7 +69,7 @@ async def test_streams_do_not_notice_a_killed_supervisor_nor_its_successor(stack
 
 async def test_what_died_or_hangs_without_a_supervisor_is_replaced_by_the_next_one(stack: RunningStack) -> None:
     before = pids(stack)
-    assert isinstance(stack.supervisor, ForkedUp) == forked_server.is_there()
+    assert isinstance(stack.supervisor, ForkedBaton) == forked_server.is_there()
     stack.kill_supervisor()
     assert stack.supervisor.poll() == -signal.SIGKILL
     for name in ("tokenizer-1", "engine-1-rank0"):

@@ -20,7 +20,7 @@ from shared.bus.nats_connection import NatsOptions, connect
 from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
 from tests.support.tiny_stack.running import DEADLINE, TinyStack
-from tests.support.warm.forked_command import run_baton
+from tests.support.warm.forked_baton import run_baton
 
 
 def baton(*argv: str, run_dir: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -34,9 +34,8 @@ from deploy.supervisor.state_file import MemberRecord, StackState, read_state
 from shared.bus import Bus
 from shared.messages.lifecycle import Lifecycle
 from tests.support.paths import REPOSITORY
-from tests.support.warm.forked_command import run_baton
-from tests.support.warm.forked_up import ForkedUp, can_fork, fork_up
-from tests.support.warm.processes import baton_up
+from tests.support.warm.forked_baton import ForkedBaton, can_fork, fork_baton, run_baton
+from tests.support.warm.processes import UP, baton_up
 
 START_DEADLINE = 200.0
 CHANGE_DEADLINE = 60.0
@@ -71,10 +70,11 @@ class RunningStack:
         """Ids of connections to its bus by which a test says what is to be refused."""
         self.supervisor = self._started()
 
-    def _started(self) -> subprocess.Popen[bytes] | ForkedUp:
+    def _started(self) -> subprocess.Popen[bytes] | ForkedBaton:
         """It dies with the tests; what it has started ends soon after."""
-        if can_fork(self._argv, self._environment):
-            return fork_up(self._argv, self._environment, self._said, die_with_parent)
+        environment, said = self._environment, self._said
+        if UP in self._argv and can_fork(environment):
+            return fork_baton(self._argv, environment, said, said, prepare=die_with_parent, ends_with_tests=True)
         with self._said.open("ab") as output:
             return subprocess.Popen(
                 self._argv,

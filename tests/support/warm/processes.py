@@ -24,6 +24,8 @@ _KINDS = ("services", "worker")
 _DEADLINE = 120.0
 PYTHONPATH = os.environ.get("PYTHONPATH", "")
 """That of the tests' process, before any test changes it."""
+UP = "tests.support.warm.up"
+"""`baton` whose templates are forked from warm processes."""
 _ROOM = 2**15
 """Bytes, for the environment and the command line of a template."""
 
@@ -57,7 +59,7 @@ def baton_up(environment: Mapping[str, str]) -> Sequence[str]:
     warm = _started()
     if read_by_libraries(warm.environment) != read_by_libraries(environment):
         return [sys.executable, "-m", "deploy.cli"]
-    return [sys.executable, "-m", "tests.support.warm.up", str(warm.folder)]
+    return [sys.executable, "-m", UP, str(warm.folder)]
 
 
 @cache
