@@ -47,6 +47,7 @@ Each service takes its settings from the following sources; a later one override
 file, the environment, its command line. `python -m services.worker --help` lists one service's flags. An unknown
 setting or a value that is not allowed stops the start, and the error names it with its source. `baton up` looks at
 all services' before it starts anything, and names variables that begin with `BATON_` and that nothing reads.
+A service that is started otherwise names those that are nearly one of its own.
 
 | setting | flag | TOML file (`--config` or `BATON_CONFIG`) | environment |
 |---|---|---|---|

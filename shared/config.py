@@ -185,6 +185,8 @@ _FILE = "_file"
 _COMMON_VARIABLES = tuple(
     f"{ENVIRONMENT_PREFIX}{key}{suffix}".upper() for key in ("config", *sorted(COMMON_KEYS)) for suffix in ("", _FILE)
 )
+_MISSPELT = 0.9
+"""How like a variable's name has to be to one that a service reads, to be taken for it misspelt."""
 
 
 class Given(NamedTuple):
@@ -234,12 +236,37 @@ def look_up_settings() -> None:
 
 
 def load_or_exit(service: str, config_type: type[C]) -> C:
-    """`load_config` from the process's own arguments; a bad setting is printed and ends the process with status 2."""
+    """`load_config` from the process's own arguments; a bad setting is printed and ends the process with status 2.
+    Variables whose names are probably misspelt are printed, too."""
     try:
-        return load_config(service, config_type, sys.argv[1:])
+        config = load_config(service, config_type, sys.argv[1:])
     except ConfigError as error:
         print(f"{service}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    for line in misspelt_variables(service, config_type, os.environ):
+        print(f"{service}: {line}", file=sys.stderr)
+    return config
+
+
+def misspelt_variables(service: str, config_type: type[Struct], environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that no service reads and whose name is nearly one that this service does. Others that
+    begin as ours may be of whatever started it: docker-compose.yml has `BATON_KV_SSD` for `BATON_KVSTORE_KV_SSD`."""
+    services = tuple(f"{ENVIRONMENT_PREFIX}{each}_".upper() for each in (*_SERVICES, service))
+    ours = [name for name in sorted(environment) if name.startswith(ENVIRONMENT_PREFIX)]
+    keys = settings_of(config_type)
+    strange = [
+        name
+        for name in ours
+        if not name.startswith(services)
+        and name not in _COMMON_VARIABLES
+        and name.removeprefix(ENVIRONMENT_PREFIX).lower() not in keys
+    ]
+    if not strange:
+        return []
+    own = [f"{ENVIRONMENT_PREFIX}{service}_{key}".upper() for key in keys]
+    known = [*_COMMON_VARIABLES, *own, *(name + _FILE.upper() for name in own)]
+    meant = {name: get_close_matches(name, known, n=1, cutoff=_MISSPELT) for name in strange}
+    return [f"environment {name}: nothing reads it, {like[0]} is near" for name, like in meant.items() if like]
 
 
 def process_environment() -> dict[str, str]:

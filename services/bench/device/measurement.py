@@ -55,7 +55,9 @@ class Findings:
 def findings(request: MeasureRequest) -> Iterator[Finding]:
     """Yields findings as they are measured. Raises BenchError if the device cannot be measured."""
     with contextlib.ExitStack() as processes:
-        ranks = [_started(processes, each) for each in requests_of_ranks(request)]
+        # Its folder ends with the processes: the last rank removes the file only where it ends by itself.
+        folder = processes.enter_context(tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True))
+        ranks = [_started(processes, each) for each in requests_of_ranks(request, Path(folder))]
         first = ranks[0]
         assert first.stdout is not None, "it is a pipe"
         for line in first.stdout:
@@ -67,11 +69,11 @@ def findings(request: MeasureRequest) -> Iterator[Finding]:
             raise BenchError(f"the measuring process ended with status {first.returncode}")
 
 
-def requests_of_ranks(request: MeasureRequest) -> list[MeasureRequest]:
-    """The request to each process; only the first one's findings are used."""
+def requests_of_ranks(request: MeasureRequest, folder: Path) -> list[MeasureRequest]:
+    """The request to each process; only the first one's findings are used. `folder`: where they meet."""
     if not isinstance(request, StepsRequest) or request.tp == 1:
         return [request]
-    meeting = rendezvous_file(Path(tempfile.gettempdir()), "baton")
+    meeting = rendezvous_file(folder, "ranks")
     return [replace(request, rank=rank, rendezvous=meeting) for rank in range(request.tp)]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import pytest
 from msgspec import Meta
 
-from shared.config import ConfigError, ServiceConfig, load_config, look_up_settings
+from shared.config import ConfigError, ServiceConfig, load_config, load_or_exit, look_up_settings
 from shared.settings import ByteSize, parse_bytes, settings_of
 
 
@@ -193,3 +193,17 @@ def test_settings_are_looked_up_before_processes_are_forked() -> None:
     before = settings_of.cache_info().misses
     assert "oven" in settings_of(Baking)
     assert settings_of.cache_info().misses == before
+
+
+def test_a_service_names_variables_that_are_probably_misspelt_and_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["cooking"])
+    monkeypatch.setenv("BATON_COKING_PORT", "1")
+    monkeypatch.setenv("BATON_LOGLEVEL", "debug")
+    monkeypatch.setenv("BATON_KV_SSD_SIZE", "1GiB")
+    assert load_or_exit("cooking", Cooking).log_level == "info"
+    assert capsys.readouterr().err.splitlines() == [
+        "cooking: environment BATON_COKING_PORT: nothing reads it, BATON_COOKING_PORT is near",
+        "cooking: environment BATON_LOGLEVEL: nothing reads it, BATON_LOG_LEVEL is near",
+    ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -12,6 +14,7 @@ import torch
 from deploy.cli.bench import with_model
 from deploy.errors import CommandError
 from deploy.model_choice import DEMO_MODEL
+from services.bench.device import measurement
 from services.bench.device.character_plot import LogAxis, Point, Roof, character_plot, ranges, short
 from services.bench.device.kernels import cells as kernel_cells
 from services.bench.device.kernels import described as kernels_described
@@ -31,6 +34,7 @@ from services.worker.measure.roofline.wire import (
     StepCase,
     StepMeasured,
     StepSkipped,
+    StepsRequest,
     Timing,
 )
 
@@ -264,13 +268,30 @@ def test_each_family_that_can_be_named_can_be_measured() -> None:
     assert set(FAMILIES) == set(kernels.FAMILIES)
 
 
-def test_every_rank_is_asked_the_same_and_knows_where_they_meet() -> None:
+def test_every_rank_is_asked_the_same_and_knows_where_they_meet(tmp_path: Path) -> None:
     asked, _, _ = roofline_options([*MODEL, "--tp", "3"])
-    ranks = requests_of_ranks(asked)
+    ranks = requests_of_ranks(asked, tmp_path)
     assert [each.rank for each in ranks] == [0, 1, 2]
     assert len({each.rendezvous for each in ranks}) == 1
     assert ranks[0].rendezvous is not None
-    assert requests_of_ranks(roofline_options(MODEL)[0]) == [roofline_options(MODEL)[0]]
+    assert ranks[0].rendezvous.startswith(f"file://{tmp_path}/")
+    assert requests_of_ranks(roofline_options(MODEL)[0], tmp_path) == [roofline_options(MODEL)[0]]
+
+
+def test_nothing_is_left_where_ranks_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[Path] = []
+
+    def started(processes: contextlib.ExitStack, request: MeasureRequest) -> subprocess.Popen[bytes]:
+        assert isinstance(request, StepsRequest)
+        met.append(Path((request.rendezvous or "").removeprefix("file://")))
+        met[-1].write_text("a rank's address")
+        return processes.enter_context(subprocess.Popen(["true"], stdout=subprocess.PIPE))
+
+    monkeypatch.setattr(measurement, "_started", started)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert list(measurement.findings(roofline_options([*MODEL, "--tp", "2"])[0])) == []
+    assert met[0] == met[1]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stopwatch_runs_work_as_often_as_there_is_time_and_ranks_agree_on() -> None:

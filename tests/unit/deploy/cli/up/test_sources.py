@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.up.sources import check_sources, read_variables, unread_variables, with_sources
+from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
+from shared.config import misspelt_variables
 from tests.support.paths import REPOSITORY
 
 
@@ -66,3 +68,11 @@ def test_every_variable_in_the_code_is_one_that_is_read() -> None:
     named = {name for file in files for name in re.findall(r'"(BATON_[A-Z_]+[A-Z])"', file.read_text())}
     assert len(named) > 10
     assert named - read_variables() <= {"BATON_HOST", "BATON_MODEL_NAME"}, "but for those of docker-compose.yml"
+
+
+def test_no_service_takes_a_variable_of_ours_for_a_misspelt_one() -> None:
+    """Neither what anything else reads, nor what docker-compose.yml is given."""
+    compose = set(re.findall(r"BATON_[A-Z_]+[A-Z]", (REPOSITORY / "docker-compose.yml").read_text()))
+    environment = dict.fromkeys(read_variables() | compose, "x")
+    for service, kind in CONFIGS.items():
+        assert misspelt_variables(service, kind, environment) == []
