@@ -35,6 +35,8 @@ Reply = TypeVar("Reply", EncodeReply, DecodeReply, TokenizerInfo)
 
 ANSWER_TIMEOUT = 10.0
 """Seconds that a tokenizer may take."""
+UNPACKED_BYTES = 2**16
+"""Of token ids that become numbers at once: 2 ms."""
 
 
 class PromptDetails(NamedTuple):
@@ -58,7 +60,9 @@ class TokenizerClient:
     async def ask(self, model: ModelCard, question: TokenizerRequest, expected: type[Reply]) -> Reply:
         """Returns the reply, which is of the `expected` type. Raises RequestError."""
         topic, name = topics.tokenizer_requests(model.name), RequestId(f"ask-{secrets.token_hex(12)}")
-        if isinstance(question, Encode | Decode):
+        if isinstance(question, Encode):
+            question = replace(question, request=name, string_slices=True)
+        elif isinstance(question, Decode):
             question = replace(question, request=name)
         try:
             answer: TokenizerReply = await self._bus.request(topic, question, TokenizerReply, ANSWER_TIMEOUT)
@@ -108,13 +112,22 @@ class TokenizerClient:
         """Returns a prompt's token ids, as an engine will compute them."""
         keep, side = generation.truncate_prompt_tokens, generation.truncation_side
         if isinstance(prompt, TokenPrompt) and keep is None:
-            return unpack(prompt.tokens)
+            return await unpack_in_turns(prompt.tokens)
         question = Encode(prompt, truncate_prompt_tokens=keep, truncation_side=side)
-        return unpack((await self.ask(generation.model, question, EncodeReply)).tokens)
+        return await unpack_in_turns((await self.ask(generation.model, question, EncodeReply)).tokens)
 
     async def text(self, model: ModelCard, ids: list[int], *, skip_special_tokens: bool = False) -> str:
         """Returns the text of token ids."""
         return (await self.ask(model, Decode(pack(ids), skip_special_tokens), DecodeReply)).text
+
+
+async def unpack_in_turns(packed: bytes) -> list[int]:
+    """Returns packed token ids; others have their turn between many of them."""
+    ids = unpack(packed[:UNPACKED_BYTES])
+    for start in range(UNPACKED_BYTES, len(packed), UNPACKED_BYTES):
+        await asyncio.sleep(0)
+        ids += unpack(packed[start : start + UNPACKED_BYTES])
+    return ids
 
 
 def _unanswered(error: BusError) -> RequestError:

@@ -223,6 +223,8 @@ class Encode(Struct, frozen=True, array_like=True, tag=True):
     """Both as in `Tokenize`."""
     request: RequestId | None = None
     """By which `Withdraw` calls it off; None: nothing does."""
+    string_slices: bool = False
+    """Whether the gateway takes spellings in slices; not one of release 0.3 or before."""
 
 
 class Decode(Struct, frozen=True, array_like=True, tag=True):
@@ -250,6 +252,9 @@ class EncodeReply(Struct, frozen=True, array_like=True, tag=True):
 
     tokens: bytes
     strings: tuple[str, ...] | None = None
+    string_slices: tuple[bytes, ...] | None = None
+    """In place of `strings`, where `Encode.string_slices` is set: MessagePack arrays of a few thousand of them each.
+    Decoding a million texts at once would leave no client of a gateway a turn."""
 
 
 class DecodeReply(Struct, frozen=True, array_like=True, tag=True):

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from services.gateway.api.anthropic.models import model_info, model_page
-from services.gateway.api.encoding.lazy_json import LazyEncoder
+from services.gateway.api.encoding.lazy_json import LazyEncoder, packed_slices, text_slices
 from services.gateway.api.errors import RequestError, abbreviated
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.database.records import DatabaseUnavailable
@@ -30,7 +30,7 @@ from shared.ids import GatewayId
 from shared.messages.gateway import GatewayOverview, ReadOverview
 from shared.messages.model_card import LoraCard, ModelCard
 from shared.messages.tokenizer import DecodeReply, EncodeReply
-from shared.packing import unpack
+from shared.packing import count
 from shared.telemetry.metrics import OPENMETRICS, TEXT, wants_openmetrics
 from shared.telemetry.tracing import CLIENT_REQUEST, RESPONSE, TRACING, RequestSpan
 
@@ -197,12 +197,12 @@ class InfoEndpoints:
     async def tokenize(self, call: Call) -> None:
         """`/tokenize`: the token ids of a text or of messages. Raises RequestError."""
         card, encoded = await ask_tokenizer(call, self._table, self._parser, "tokenize", EncodeReply)
-        tokens = unpack(encoded.tokens)
+        slices = encoded.string_slices
         answer = {
-            "count": len(tokens),
+            "count": count(encoded.tokens),
             "max_model_len": card.max_model_len,
-            "tokens": tokens,
-            "token_strs": encoded.strings,
+            "tokens": packed_slices(encoded.tokens),
+            "token_strs": encoded.strings if slices is None else text_slices(slices),
         }
         await call.respond(await LazyEncoder().encode(answer))
 

@@ -184,8 +184,9 @@ class PromptEncoder:
             match request:
                 case Encode():
                     ids = self._shown_tokens(request)
-                    strings = self._vocabulary.strings(ids) if request.return_strings else None
-                    return EncodeReply(pack(ids), strings)
+                    if request.return_strings and request.string_slices:
+                        return EncodeReply(pack(ids), string_slices=self._vocabulary.string_slices(ids))
+                    return EncodeReply(pack(ids), self._vocabulary.strings(ids) if request.return_strings else None)
                 case Decode():
                     ids = self._vocabulary.unpacked(request.tokens, "tokens") if request.tokens else []
                     return DecodeReply(self._vocabulary.decode(ids, skip_special_tokens=request.skip_special_tokens))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from services.tokenizer.core.refusal import PromptRefused
@@ -16,6 +17,8 @@ from shared.packing import TOKEN_BYTES, unpack
 
 PLACEHOLDER = "<|prompt_embeds|>"
 """The token that stands for a part of embeddings while a chat is tokenized: text is split there, and never merged."""
+SLICE = 4096
+"""Spellings in one array."""
 
 
 class Truncation(NamedTuple):
@@ -160,6 +163,11 @@ class Vocabulary:
     def strings(self, ids: list[int]) -> tuple[str, ...]:
         """Each token as the vocabulary spells it; empty for padding ids, which it has no spelling for."""
         return tuple(self._tokenizer.id_to_token(i) or "" for i in ids)
+
+    def string_slices(self, ids: list[int]) -> tuple[bytes, ...]:
+        """The same as MessagePack arrays, `SLICE` of them in each but the last."""
+        slices = (ids[start : start + SLICE] for start in range(0, len(ids), SLICE))
+        return tuple(msgspec.msgpack.encode(self.strings(each)) for each in slices)
 
 
 def _kept_of_pair(first: int, second: int, room: int) -> tuple[int, int]:

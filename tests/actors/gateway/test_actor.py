@@ -402,7 +402,9 @@ async def test_two_gateways_share_a_port(memory_bus: MemoryBus) -> None:
 # Pages and headers.
 
 
-async def test_tokens_of_a_prompt_and_back(stack: GatewayStack) -> None:
+@pytest.mark.parametrize("string_slices", [True, False], ids=["", "an older tokenizer"])
+async def test_tokens_of_a_prompt_and_back(stack: GatewayStack, string_slices: bool) -> None:
+    stack.ring.string_slices = string_slices
     answer = await stack.http.post("/tokenize", json={"model": MODEL, "prompt": "a b c", "return_token_strs": True})
     assert answer.json() == {
         "count": 3,

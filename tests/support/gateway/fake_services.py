@@ -120,6 +120,8 @@ class FakeRing:
 
     def __init__(self, bus: Bus, step: float = 0.0, longest: int = 10**9) -> None:
         self.bus, self.step, self.longest = bus, step, longest
+        self.string_slices = True
+        """Whether its tokenizer is of a release that spells tokens in slices."""
         self.seen: list[Any] = []
         self.cancelled: dict[str, int] = {}
         """The newest attempt that was cancelled, by request."""
@@ -237,6 +239,9 @@ class FakeRing:
         ids = list(range(len(pieces))) if given is None else unpack(given)
         if (keep := question.truncate_prompt_tokens) is not None:
             ids = ids[-keep:] if question.truncation_side == "left" else ids[:keep]
+        if question.return_strings and question.string_slices and self.string_slices:
+            slices = (pieces[start : start + 2] for start in range(0, len(pieces), 2))
+            return EncodeReply(pack(ids), string_slices=tuple(msgspec.msgpack.encode(each) for each in slices))
         return EncodeReply(pack(ids), tuple(pieces) if question.return_strings else None)
 
     async def _control(self, message: SchedulerControl) -> None:

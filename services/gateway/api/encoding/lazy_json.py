@@ -10,12 +10,15 @@ from typing import Any
 
 import msgspec
 
+from shared.packing import TOKEN_BYTES, unpack
+
 TURN_SECONDS = 0.005
 """After which others have their turn."""
 SLICE = 4096
 """Items of a long array that are encoded at once: token ids or texts, 0.5 ms of them."""
 
 _encode = msgspec.json.Encoder().encode
+_decode_texts = msgspec.msgpack.Decoder(list[str]).decode
 
 
 class LazyArray:
@@ -26,6 +29,30 @@ class LazyArray:
     def __init__(self, items: Iterable[Any]) -> None:
         """`items` are gone through once."""
         self.items = items
+
+
+class JsonSlices:
+    """A JSON array of the items of others, one behind the other."""
+
+    __slots__ = ("arrays",)
+
+    def __init__(self, arrays: Iterable[bytes]) -> None:
+        """`arrays`: the JSON of each, none of them empty; they are gone through once."""
+        self.arrays = arrays
+
+
+def text_slices(slices: Iterable[bytes]) -> JsonSlices:
+    """Returns an array of the texts in MessagePack's arrays of them."""
+    return JsonSlices(_encode(_decode_texts(each)) for each in slices)
+
+
+def packed_slices(packed: bytes) -> JsonSlices:
+    """Returns an array of packed token ids: as Python's numbers a million of them would take 40 MB and 0.2 s."""
+    size = SLICE * TOKEN_BYTES
+    return JsonSlices(_encode(unpack(packed[start : start + size])) for start in range(0, len(packed), size))
+
+
+MAYBE_LAZY = (dict, list, tuple, LazyArray, JsonSlices)
 
 
 class LazyEncoder:
@@ -41,16 +68,18 @@ class LazyEncoder:
     async def _plain(self, value: Any) -> Any:
         """The value, with the JSON of their items in place of lazy and long arrays."""
         match value:
+            case JsonSlices():
+                return [await self._turn(each[1:-1]) for each in value.arrays]  # these have their commas
             case dict():
                 return {
-                    name: await self._plain(each) if isinstance(each, dict | list | tuple | LazyArray) else each
+                    name: await self._plain(each) if isinstance(each, MAYBE_LAZY) else each
                     for name, each in value.items()
                 }
             case LazyArray():
                 return [await self._turn(await self.encode(item)) for item in value.items]
             case list() | tuple() if len(value) > SLICE:
                 slices = (value[start : start + SLICE] for start in range(0, len(value), SLICE))
-                return [await self._turn(_encode(each)[1:-1]) for each in slices]  # these have their commas
+                return await self._plain(JsonSlices(map(_encode, slices)))
             case _:
                 return value
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.gateway.api.encoding.lazy_json import LazyArray, LazyEncoder
 from services.gateway.api.errors import unsupported
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.structured_outputs import OutputGrammar
@@ -42,7 +43,8 @@ class RenderEndpoint:
         for i, prompt in enumerate(generation.prompts):
             tokens = await call.unless_left(self._table.tokenizer.prompt_ids(generation, prompt))
             rendered.append(rendered_request(generation, f"{name}-{i}" if self._kind == "completion" else name, tokens))
-        await call.respond_json(rendered if self._kind == "completion" else rendered[0])
+        answer = LazyArray(rendered) if self._kind == "completion" else rendered[0]
+        await call.respond(await LazyEncoder().encode(answer))
 
 
 def rendered_request(generation: GenerationRequest, request_id: str, tokens: list[int]) -> dict[str, Any]:

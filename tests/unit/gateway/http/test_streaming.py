@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.api.encoding import lazy_json
-from services.gateway.api.encoding.lazy_json import LazyEncoder
+from services.gateway.api.encoding.lazy_json import JsonSlices, LazyEncoder, packed_slices
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import ResponseOptions, StreamOptions
 from services.gateway.api.logprobs import MIN_LOGPROB, chat_logprobs, completion_logprobs
 from services.gateway.api.response import ChoiceState, ResponseHeader, response_body, usage
 from services.gateway.http.streaming import SseFrames, error_frame
 from services.gateway.metrics import Histogram
+from services.gateway.tokenizer_client import UNPACKED_BYTES, unpack_in_turns
 from shared.messages.gateway import LogprobText, PositionLogprobs
+from shared.packing import TOKEN_BYTES, pack
 
 CHAT = ResponseHeader("chat", "chatcmpl-1", 17, 'a "model"/é')
 COMPLETION = ResponseHeader("completion", "cmpl-1", 17, "demo")
@@ -164,7 +166,6 @@ async def test_others_have_their_turn_while_a_large_answer_is_made(monkeypatch: 
 
     other = asyncio.create_task(others())
     chat, completion = [await body_of(header, choices, options) for header in (CHAT, COMPLETION)]
-    other.cancel()
     assert turns > 2 * sum(len(choice.logprobs) for choice in choices)
     for number, (of_chat, of_completion) in enumerate(zip(chat["choices"], completion["choices"], strict=True)):
         assert of_chat["logprobs"] == chat_logprobs(positions[number:])
@@ -179,6 +180,14 @@ async def test_others_have_their_turn_while_a_large_answer_is_made(monkeypatch: 
         "one": [1],
     }
     assert json.loads(await LazyEncoder().encode(long)) == long | {"texts": list(long["texts"])}
+    before, sliced = turns, {"ids": packed_slices(pack(long["ids"])), "texts": JsonSlices([b'["a","b"]', b'["c"]'])}
+    assert json.loads(await LazyEncoder().encode(sliced)) == {"ids": long["ids"], "texts": ["a", "b", "c"]}
+    assert turns >= before + 5, "one for each slice"
+    assert await LazyEncoder().encode({"ids": packed_slices(b""), "texts": JsonSlices(())}) == b'{"ids":[],"texts":[]}'
+    before, ids = turns, list(range(3 * UNPACKED_BYTES // TOKEN_BYTES + 1))
+    assert await unpack_in_turns(pack(ids)) == ids
+    assert turns >= before + 3
+    other.cancel()
 
 
 async def test_every_field_of_vllms_answers_is_there_and_null_where_it_says_nothing() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
@@ -223,6 +224,11 @@ def test_questions_are_answered_with_tokens_strings_and_text(encoding: PromptEnc
     assert isinstance(answer, EncodeReply)
     assert answer.strings == ("<s>", "▁Hello")
     assert encoding.answer(Encode(TextPrompt("Hello"))) == EncodeReply(answer.tokens, None)
+    long, words = TextPrompt("Hello" + " Hello" * 5000), ["<s>", *["▁Hello"] * 5001]
+    spelled = encoding.answer(Encode(long, return_strings=True, string_slices=True))
+    assert isinstance(spelled, EncodeReply)
+    assert spelled.strings is None
+    assert [msgspec.msgpack.decode(each) for each in spelled.string_slices or ()] == [words[:4096], words[4096:]]
     assert encoding.answer(Decode(answer.tokens)) == DecodeReply("<s> Hello")
     assert encoding.answer(Decode(answer.tokens, skip_special_tokens=True)) == DecodeReply("Hello")
     assert encoding.answer(Decode(b"")) == DecodeReply("")
