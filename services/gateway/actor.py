@@ -348,7 +348,7 @@ class Gateway(Actor):
         """Answers another gateway."""
         match request:
             case ReadMetrics():
-                return MetricsPage(self.peers.own_metrics_page(request.openmetrics))
+                return MetricsPage(await asyncio.to_thread(self.peers.own_metrics_page, request.openmetrics))
             case TakeStream():
                 return await self.streams.answer(request)
             case AbortRequests():

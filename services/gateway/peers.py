@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from prometheus_client.registry import Collector
 
 from services.gateway.core.stream_records import GatewayLife
+from services.gateway.metrics import MergedPages
 from shared import topics
 from shared.bus import Bus, BusError
 from shared.ids import GatewayId, InstanceId
@@ -19,6 +21,8 @@ from shared.telemetry.metrics import metrics_page
 
 ANSWER_TIMEOUT = 1.0
 """Seconds that another gateway may take to answer. Its own answers wait for nobody."""
+REST = 3.0
+"""So many times as long as making a page took, no other is begun: who asks meanwhile waits for the next one."""
 
 
 class GatewayPeers:
@@ -75,10 +79,46 @@ class GatewayPeers:
         """Returns what this gateway measures, in Prometheus' text format or in OpenMetrics'."""
         return metrics_page(self._metrics, openmetrics=openmetrics)
 
-    async def metrics_pages(self, openmetrics: bool = False) -> dict[GatewayId, bytes]:
-        """Returns the metrics of every gateway, this one included, in Prometheus' text format or in OpenMetrics'."""
-        others = await self.ask_all(ReadMetrics(openmetrics), MetricsPage)
-        return {self.own: self.own_metrics_page(openmetrics), **{peer: page.text for peer, page in others.items()}}
+    async def others_metrics(self, openmetrics: bool) -> dict[GatewayId, bytes]:
+        """Returns the metrics of the other gateways, in Prometheus' text format or in OpenMetrics'."""
+        others: dict[GatewayId, MetricsPage] = await self.ask_all(ReadMetrics(openmetrics), MetricsPage)
+        return {peer: page.text for peer, page in others.items()}
+
+
+class MetricsPages:
+    """Owns which pages of all gateways' metrics are to be made. Each takes tens of milliseconds, so it is made on a
+    thread, and clients who ask at once get the same: anybody may, without a key."""
+
+    def __init__(self, peers: GatewayPeers, engines: Callable[[], Sequence[Lifecycle]]) -> None:
+        """`engines`: those that live."""
+        self._peers, self._engines = peers, engines
+        self._next: dict[bool, asyncio.Task[bytes]] = {}
+        self._one = asyncio.Lock()
+        self._rests_until = 0.0
+
+    async def page(self, openmetrics: bool) -> bytes:
+        """Returns what is measured from now on, in Prometheus' text format or in OpenMetrics'."""
+        if openmetrics not in self._next:
+            self._next[openmetrics] = asyncio.create_task(self._made(openmetrics))
+        return await asyncio.shield(self._next[openmetrics])
+
+    async def _made(self, openmetrics: bool) -> bytes:
+        async with self._one:
+            await asyncio.sleep(self._rests_until - time.monotonic())
+            del self._next[openmetrics]
+            others = await self._peers.others_metrics(openmetrics)
+            page, seconds = await asyncio.to_thread(self._merged, others, self._engines(), openmetrics)
+            self._rests_until = time.monotonic() + REST * seconds
+            return page
+
+    def _merged(
+        self, others: dict[GatewayId, bytes], engines: Sequence[Lifecycle], openmetrics: bool
+    ) -> tuple[bytes, float]:
+        """The page, and the seconds of a processor that it took."""
+        began = time.thread_time()
+        pages = {self._peers.own: self._peers.own_metrics_page(openmetrics), **others}
+        page = MergedPages(pages, engines).text(openmetrics)
+        return page, time.thread_time() - began
 
 
 def _life(message: Lifecycle) -> GatewayLife:

@@ -8,15 +8,17 @@ gateway gets to run, a turn takes in several, and each system call costs as much
 
 What clients send is read in pieces, and all of them together get a few milliseconds of each turn: 256 KiB, which the
 loop takes from a socket at once, may be 14,000 requests, or as many chunks or headers, and hold up everybody for half a
-second.
+second. Of the requests that are read, a few begin in each turn, however many connections they are of.
 """
 
 from __future__ import annotations
 
 import asyncio
+import select
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -38,6 +40,12 @@ CHEAP_SECONDS = 0.0002
 MAX_PIPELINED = 16
 """Requests of a connection that wait behind the one that is answered, about; the rest is not read until they are
 answered."""
+MAX_BEGUN = 16
+"""Requests that begin in a turn of the loop: each takes up to a millisecond until it waits for something."""
+LOOK_SECONDS = 1.0
+"""How often it is looked whether a client is there that has sent further requests: they keep its end from being
+read."""
+LEFT = getattr(select, "POLLRDHUP", 0) | getattr(select, "POLLHUP", 0) | getattr(select, "POLLERR", 0)
 
 HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -93,6 +101,31 @@ class ReadTurns:
             self.may_read(loop)
 
 
+class RequestStarts:
+    """Owns how many requests have begun in this turn of the loop, and which ones wait for the next."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._begun = 0
+
+    def begin(self, start: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        """Starts a request, in this turn where not many have begun in it; in the order in which they came."""
+        if not self._begun:
+            loop.call_soon(self._next_turn, loop)
+        if self._begun < MAX_BEGUN:
+            self._begun += 1
+            start()
+        else:
+            self._waiting.append(start)
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._begun = min(MAX_BEGUN, len(self._waiting))
+        if self._begun:
+            loop.call_soon(self._next_turn, loop)
+        for _ in range(self._begun):
+            self._waiting.popleft()()
+
+
 class _HeldFlow(FlowControl):
     """Owns whether the transport receives: not while something that it has received was not read."""
 
@@ -123,10 +156,12 @@ class _HeldFlow(FlowControl):
 class Connection(HttpToolsProtocol):
     """Owns the transport while a response is streamed; the response's start and end go through ASGI's `send`."""
 
-    def __init__(self, unflushed: UnflushedConnections, turns: ReadTurns, **options: Any) -> None:
+    def __init__(
+        self, unflushed: UnflushedConnections, turns: ReadTurns, starts: RequestStarts, **options: Any
+    ) -> None:
         """`options`: uvicorn's."""
         super().__init__(**options)
-        self._unflushed, self._turns = unflushed, turns
+        self._unflushed, self._turns, self._starts = unflushed, turns, starts
         self._received = b""
         """What was not read of what was received; then nothing more is received."""
         self._waits = False
@@ -143,6 +178,8 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
         self._idle_read = False
         """Whether a piece was neither body nor the end of anything."""
+        self._looking: asyncio.TimerHandle | None = None
+        """While requests wait behind the one that is answered."""
         self._served: Any = None
         """The cycle of the request that is being answered; `cycle` is that of the last one that came."""
         super().connection_made(transport)
@@ -152,6 +189,8 @@ class Connection(HttpToolsProtocol):
         """Calls `on_lost` exactly once when the connection has ended. Uvicorn tells the last request that came, which
         may wait behind the one that is being answered."""
         self._head_timer.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
         self._received = b""
         self._disconnect()
         super().connection_lost(exc)
@@ -180,6 +219,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if not self.pipeline:
             self._served = self.cycle
+        elif self._looking is None:
+            self._looking = self.loop.call_later(LOOK_SECONDS, self._look)
         self.flow.pause_reading()
 
     def on_body(self, body: bytes) -> None:
@@ -204,6 +245,24 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.flow.held and not self._waits and len(self.pipeline) < MAX_PIPELINED:
             self._wait()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """Uvicorn's: answers a request."""
+        self._starts.begin(partial(super()._start_asgi_task, cycle, app), self.loop)
+
+    def _look(self) -> None:
+        """Ends the connection of a client that has left, or ended its sending direction, behind requests that nobody
+        reads yet; Linux says so of a socket whatever is to be read of it."""
+        self._looking = None
+        if not self.pipeline or self.transport.is_closing():
+            return
+        if (client := self.transport.get_extra_info("socket")) is not None and LEFT:
+            poll = select.poll()
+            poll.register(client.fileno(), LEFT)
+            if poll.poll(0):
+                self.transport.close()
+                return
+        self._looking = self.loop.call_later(LOOK_SECONDS, self._look)
 
     def data_received(self, data: bytes) -> None:
         """Reads as much of it as there is time for, and receives nothing more until all of it is read."""

@@ -21,9 +21,8 @@ from services.gateway.database.records import DatabaseUnavailable
 from services.gateway.http.access import AccessControl, check_model
 from services.gateway.http.body_parser import BodyKind, BodyParser
 from services.gateway.http.call import OPENAI, ApiShape, BodyLimits, Call
-from services.gateway.metrics import MergedPages
 from services.gateway.overflow_provider import OverflowProvider
-from services.gateway.peers import GatewayPeers
+from services.gateway.peers import GatewayPeers, MetricsPages
 from services.gateway.request_table import RequestTable
 from services.gateway.tokenizer_client import Reply
 from shared.ids import GatewayId
@@ -123,6 +122,7 @@ class InfoEndpoints:
         """`provider`: what answers requests that cannot be served here."""
         self._table, self._parser, self._access, self._peers = table, parser, access, peers
         self._provider = provider
+        self._metrics = MetricsPages(peers, table.cluster.engines)
 
     async def live(self, call: Call) -> None:
         """`/live`: 200 as long as the process answers at all."""
@@ -153,8 +153,8 @@ class InfoEndpoints:
         or in OpenMetrics' where the client's `Accept` prefers that: it has exemplars."""
         accept = b",".join(value for name, value in call.scope["headers"] if name == b"accept").decode("latin-1")
         openmetrics = wants_openmetrics(accept)
-        page = MergedPages(await self._peers.metrics_pages(openmetrics), self._table.cluster.engines())
-        await call.respond(page.text(openmetrics), content_type=(OPENMETRICS if openmetrics else TEXT).encode())
+        page = await self._metrics.page(openmetrics)
+        await call.respond(page, content_type=(OPENMETRICS if openmetrics else TEXT).encode())
 
     async def load(self, call: Call) -> None:
         """vLLM's `/load`: the responses that are open at all gateways that share the port."""

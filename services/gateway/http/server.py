@@ -18,7 +18,7 @@ import uvicorn.lifespan.off  # which a server imports as it starts
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http.certificates import CertificateWatcher
-from services.gateway.http.connection import HEAD_TIMEOUT, Connection, ReadTurns, UnflushedConnections
+from services.gateway.http.connection import HEAD_TIMEOUT, Connection, ReadTurns, RequestStarts, UnflushedConnections
 
 BACKLOG = 4096
 KEEP_ALIVE = 75
@@ -81,7 +81,7 @@ class HttpServer:
         self._config.load()
         self._server = uvicorn.Server(self._config)
         self._acceptor: Acceptor | None = None
-        self._unflushed, self._turns = UnflushedConnections(), ReadTurns()
+        self._unflushed, self._turns, self._starts = UnflushedConnections(), ReadTurns(), RequestStarts()
 
     @property
     def listening(self) -> bool:
@@ -102,8 +102,8 @@ class HttpServer:
         self._acceptor = Acceptor(listener, self._connection, self._certificates)
 
     def _connection(self) -> Connection:
-        state = self._server.server_state
-        return Connection(self._unflushed, self._turns, config=self._config, server_state=state, app_state={})
+        shared = (self._unflushed, self._turns, self._starts)
+        return Connection(*shared, config=self._config, server_state=self._server.server_state, app_state={})
 
     async def refresh_date(self) -> None:
         """Renews the Date header; to be called once a second."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -59,6 +61,19 @@ async def test_who_asks_for_openmetrics_gets_it_and_everybody_else_text(stack: G
     assert {name.removesuffix("_created") for name in named} == found.keys()
     first = found["baton_gateway_time_to_first_token_seconds"].samples[0]
     assert first.labels == {"gateway": "gateway-1", "model": MODEL, "le": "0.001"}
+
+
+async def test_who_asks_at_once_gets_the_same_page_and_the_loop_is_nobodys_alone(
+    stack: GatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = stack.gateway.peers.own_metrics_page
+    monkeypatch.setattr(
+        stack.gateway.peers, "own_metrics_page", lambda kind: made.append(threading.get_ident()) or make(kind)
+    )
+    pages = await asyncio.gather(*(page(stack) for _ in range(20)))
+    assert len({text for _, text in pages}) == len(made) < 10
+    assert threading.main_thread().ident not in made
 
 
 @pytest.mark.usefixtures("tracing")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import select
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -15,8 +16,9 @@ import pytest
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import GenerationResponse
 from services.gateway.core.open_request import OpenRequest
-from services.gateway.http import call
+from services.gateway.http import call, connection
 from services.gateway.http.call import MEMORY_BODY, BodyBudget, BodyLease, Call
+from services.gateway.http.connection import MAX_PIPELINED
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.model_card import EncoderDecoderModel
 from tests.support.gateway.fake_services import MODEL, FakeRing, eventually
@@ -41,11 +43,12 @@ async def post(stack: GatewayStack, path: str, **fields: Any) -> int:
     return (await stack.http.post(path, json={"model": MODEL, **fields})).status_code
 
 
-async def leave(stack: GatewayStack, path: str, begun: Collection[Any], **fields: Any) -> None:
-    """Asks for more than it waits for, which is until something has `begun`."""
+async def leave(stack: GatewayStack, path: str, begun: Collection[Any], *, behind: bytes = b"", **fields: Any) -> None:
+    """Asks for more than it waits for, which is until something has `begun`; sends further requests `behind` it."""
     _, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.server.port)
     body = json.dumps({"model": MODEL, **fields}).encode()
-    writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(body), body))
+    head = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body))
+    writer.write(head + body + behind)
     await eventually(lambda: bool(begun))
     writer.close()
 
@@ -64,6 +67,19 @@ async def test_nothing_of_a_request_is_left_at_its_end(memory_bus: MemoryBus, st
         stack.ring.step = 0.02
         await leave(stack, "/v1/completions", stack.ring.running, prompt="hello", max_tokens=10_000, stream=stream)
         await eventually(lambda: not left())
+
+
+@pytest.mark.skipif(not hasattr(select, "POLLRDHUP"), reason="only Linux says so of what is not read")
+@pytest.mark.parametrize("further", [1, 2 * MAX_PIPELINED])
+async def test_who_leaves_is_missed_also_behind_requests_that_are_not_read(
+    memory_bus: MemoryBus, monkeypatch: pytest.MonkeyPatch, further: int
+) -> None:
+    monkeypatch.setattr(connection, "LOOK_SECONDS", 0.02)
+    async with gateway_stack(memory_bus) as stack:
+        stack.ring.step, ring = 0.02, stack.ring
+        behind = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * further
+        await leave(stack, "/v1/completions", ring.running, behind=behind, prompt="hello", max_tokens=10_000)
+        await eventually(lambda: not ring.running)
 
 
 CHAT = {"messages": [{"role": "user", "content": "SILENCE"}]}

@@ -12,7 +12,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from services.gateway.http import connection as module
-from services.gateway.http.connection import MAX_PIPELINED, MIN_PIECE_BYTES, Connection, ReadTurns, UnflushedConnections
+from services.gateway.http.connection import (
+    MAX_BEGUN,
+    MAX_PIPELINED,
+    MIN_PIECE_BYTES,
+    Connection,
+    ReadTurns,
+    RequestStarts,
+    UnflushedConnections,
+)
 
 
 class Socket(asyncio.Transport):
@@ -58,11 +66,15 @@ async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def _connected(
-    unflushed: UnflushedConnections, app: ASGIApp = _no_app, turns: ReadTurns | None = None
+    unflushed: UnflushedConnections,
+    app: ASGIApp = _no_app,
+    turns: ReadTurns | None = None,
+    starts: RequestStarts | None = None,
 ) -> tuple[Connection, Socket]:
     config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_config=None, interface="asgi3")
     config.load()
-    connection = Connection(unflushed, turns or ReadTurns(), config=config, server_state=ServerState(), app_state={})
+    shared = (unflushed, turns or ReadTurns(), starts or RequestStarts())
+    connection = Connection(*shared, config=config, server_state=ServerState(), app_state={})
     connection.connection_made(socket := Socket())
     return connection, socket
 
@@ -149,6 +161,28 @@ async def test_who_sends_much_that_is_small_leaves_others_their_turn(
     assert await _turns(lambda: len(_answers(of_hostile)) == expected) > 20
     assert _answers(of_hostile)[-1] == b"/flood %d %d;" % ((0, 0) if expected > 1 else (1, 20_000))
     for connection in (hostile, good):
+        connection.connection_lost(None)
+
+
+async def test_of_requests_that_come_together_a_few_begin_in_each_turn() -> None:
+    """Whether they are the first of their connections or not."""
+    unflushed, turns, starts = UnflushedConnections(), ReadTurns(), RequestStarts()
+    begun = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal begun
+        begun += 1
+        await _echo(scope, receive, send)
+
+    clients = [_connected(unflushed, app, turns, starts) for _ in range(3 * MAX_BEGUN)]
+    for connection, _ in clients:
+        connection.data_received(b"GET /1 HTTP/1.1\r\n\r\nGET /2 HTTP/1.1\r\n\r\n")
+    while begun < 2 * len(clients):
+        before = begun
+        await asyncio.sleep(0)
+        assert begun <= before + MAX_BEGUN
+    await _turns(lambda: all(_answers(socket) == [b"/1 0 0;", b"/2 0 0;"] for _, socket in clients))
+    for connection, _ in clients:
         connection.connection_lost(None)
 
 
