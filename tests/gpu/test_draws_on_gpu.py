@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from services.worker.ops.triton.sampling import DrawParameters, draw
 from services.worker.sampling.filters import min_p_threshold, top_threshold, zero_below
-from services.worker.sampling.races import race_uniforms
+from services.worker.sampling.races import race_times
 from services.worker.sampling.random_numbers import race_keys
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -51,7 +51,7 @@ def _check(logits: Tensor, how: DrawParameters, tokens: Tensor) -> None:
     weights = torch.nn.functional.pad(weights, (0, -weights.shape[1] % 32))
     weights = zero_below(weights, min_p_threshold(weights, how.min_p[:, None]))
     weights = zero_below(weights, top_threshold(weights, how.top_k[:, None], how.top_p[:, None])).double()
-    quotients = weights / -torch.log1p(-race_uniforms(how.keys, weights.shape[1]).double())
+    quotients = weights / race_times(how.keys, torch.arange(weights.shape[1], device=CUDA))
     reached = quotients.gather(1, tokens[:, None])
     # Where rounding decides whether the likeliest of what is cut off is kept, that may win as well.
     assert float((reached >= quotients.amax(dim=1, keepdim=True) * (1 - EDGE)).double().mean()) > 0.97

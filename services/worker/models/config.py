@@ -345,17 +345,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         return self.layer_parameters(self.layers) + embeddings
 
-    @property
-    def active_parameters(self) -> int:
-        """Weights that one token is multiplied with: none of the embedding, and only those of the chosen experts."""
-        experts = None if self.mixture is None else self.mixture.chosen
-        return self._in_layers(self.layers, experts, once=False) + self.vocab_size * self.hidden_size
-
     def layer_parameters(self, layers: Sequence[LayerConfig]) -> int:
         """Weights of the matrices of some of the model's layers; what several loops go through counts once."""
         own = [each.blocks for each in layers]
         layers = [each for at, each in enumerate(layers) if each.loop is None or each.blocks not in own[:at]]
-        return self._in_layers(layers, None if self.mixture is None else self.mixture.experts)
+        return self._in_layers(layers)
 
     @property
     def expert_share(self) -> float:
@@ -382,13 +376,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         numbers = (each.blocks or (number, number) for number, each in enumerate(self.layers))
         return tuple(number for number, (first, last) in enumerate(numbers) if first <= block <= last)
 
-    def _in_layers(self, layers: Sequence[LayerConfig], experts: int | None, *, once: bool = True) -> int:
-        """With so many experts in each of those that mix. `once`: what several layers share counts once."""
+    def _in_layers(self, layers: Sequence[LayerConfig]) -> int:
         depths = [layer.depth for layer in layers if layer.depth is not None]
         if self.shared is not None and depths:
             sizes = (self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim)
-            shared = self.shared.parameters(depths, *sizes, self.intermediate_size, once=once)
-            return shared + self._in_layers([layer for layer in layers if layer.depth is None], experts)
+            shared = self.shared.parameters(depths, *sizes, self.intermediate_size)
+            return shared + self._in_layers([layer for layer in layers if layer.depth is None])
         states = sum(layer.has_state for layer in layers)
         mixers = 0 if self.states is None else states * self.states.parameters(self.hidden_size)
         attention = self._attending_parameters(layers, len(layers) - states) + mixers
@@ -399,10 +392,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
         mixing = sum(layer.mixes for layer in layers)
         columns = sum(layer.has_mlp and not layer.mixes for layer in layers) * self.intermediate_size
         outputs = 0
-        if self.mixture is not None and experts is not None:
-            columns += mixing * (experts * self.mixture.intermediate_size + (self.mixture.shared_size or 0))
-            gated = self.mixture.shared_size is not None and self.mixture.shared_gated
-            outputs = mixing * (self.mixture.experts + gated)
+        if (mixture := self.mixture) is not None:
+            columns += mixing * (mixture.experts * mixture.intermediate_size + (mixture.shared_size or 0))
+            outputs = mixing * (mixture.experts + (mixture.shared_size is not None and mixture.shared_gated))
         return attention + self.hidden_size * (self._matrices_of_mlp * columns + outputs)
 
     def _attending_parameters(self, layers: Sequence[LayerConfig], attending: int) -> int:

@@ -66,11 +66,6 @@ def race_times(keys: Tensor, tokens: Tensor) -> Tensor:
     return torch.log1p(_uniforms(keys, tokens).double().neg_()).neg_()
 
 
-def race_uniforms(keys: Tensor, width: int) -> Tensor:
-    """keys int64 [R] → float32 [R, width] in (0, 1): the number that each token's time is made of."""
-    return _uniforms(keys, torch.arange(width, dtype=torch.int32, device=keys.device))
-
-
 def _uniforms(keys: Tensor, tokens: Tensor) -> Tensor:
     halves = keys.view(torch.int32).view(-1, 2)
     x = tokens.int() * _signed(_STEP) + halves[:, :1]

@@ -29,3 +29,11 @@ def assert_refused(folder: Path, base: dict[str, Any], changes: dict[str, Any], 
     with pytest.raises(ModelError) as error:
         read(folder, base, **changes)
     assert str(error.value) == f"{folder / 'config.json'}: {complaint}"
+
+
+def active_parameters(config: ModelConfig) -> float:
+    """Weights that one token is multiplied with, as model cards count them: none of the embedding, and only those of
+    the chosen experts."""
+    embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
+    idle = 0.0 if config.mixture is None else 1 - config.mixture.chosen / config.mixture.experts
+    return config.parameters * (1 - config.expert_share * idle) - embedding

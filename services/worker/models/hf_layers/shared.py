@@ -28,12 +28,9 @@ class SharedBlocks(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The block of the layer of this number among those that have one."""
         return depth % self.blocks
 
-    def parameters(
-        self, depths: Sequence[int], hidden: int, queries: int, keys: int, intermediate: int, *, once: bool
-    ) -> int:
-        """Weights of the matrices at these depths, for as many elements of all heads' queries, and keys. `once`: what
-        several depths share counts once."""
-        blocks = len({self.block_of(depth) for depth in depths}) if once else len(depths)
+    def parameters(self, depths: Sequence[int], hidden: int, queries: int, keys: int, intermediate: int) -> int:
+        """Weights of the matrices at these depths, for as many elements of all heads' queries, and keys."""
+        blocks = len({self.block_of(depth) for depth in depths})
         made = queries + 2 * keys
         block = 2 * hidden * made + hidden * queries + 3 * hidden * intermediate
         own = hidden * hidden + self.adapter_rank * (hidden + 2 * intermediate)

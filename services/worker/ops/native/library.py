@@ -142,8 +142,8 @@ EXCHANGE_SUM, EXCHANGE_GATHER, EXCHANGE_BROADCAST, EXCHANGE_ALL_GATHER, EXCHANGE
 """The values of `ExchangeKind` in exchange.h."""
 EXCHANGE_DISPATCH, EXCHANGE_COMBINE = 5, 6
 """Those for rows that go to some ranks only."""
-OTHER_EXCHANGE, GIVEN = -1, -2
-"""`kOtherExchange` and `kGiven` of exchange.h."""
+OTHER_EXCHANGE = -1
+"""`kOtherExchange` of exchange.h."""
 HEAD_PAGE, MAX_EXCHANGING = 4096, 62
 """`kHeadPage` and `kMostExchanging` of exchange.h."""
 

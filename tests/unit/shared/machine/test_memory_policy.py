@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from shared.machine.memory_policy import MemoryPolicy, memory_policy, set_memory_policy
+from shared.machine.memory_policy import MemoryPolicy, set_memory_policy
 from shared.machine.numa import read_nodes
 
 MISSING = 900
 """A node that no machine of this test has."""
+
+
+def memory_policy() -> tuple[MemoryPolicy, frozenset[int]]:
+    """This thread's policy and its nodes, as get_mempolicy(2) says."""
+    number = {"x86_64": 239, "aarch64": 236}[platform.machine()]
+    mode, mask, zero = ctypes.c_int(), (ctypes.c_uint64 * 16)(), ctypes.c_long(0)
+    bits = ctypes.c_long(8 * ctypes.sizeof(mask) + 1)
+    assert ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.byref(mode), mask, bits, None, zero) == 0
+    nodes = frozenset(64 * at + bit for at, word in enumerate(mask) for bit in range(64) if word >> bit & 1)
+    return MemoryPolicy(mode.value), nodes
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:

@@ -15,7 +15,7 @@ from services.worker.models.hf_layers.latent import IndexConfig
 from services.worker.ops.interface import Routing
 from services.worker.ops.torch_routing import route
 from services.worker.sim.shape import read_shape
-from tests.support.models.config_files import assert_refused, read
+from tests.support.models.config_files import active_parameters, assert_refused, read
 
 YARN = {
     "beta_fast": 32,
@@ -139,7 +139,7 @@ def test_deepseek_v2_lite_is_read(tmp_path: Path) -> None:
     assert config.attention_scale == pytest.approx(192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
     # The model card: 15.7 billion in total, 2.4 activated.
     assert round(config.parameters / 1e9, 1) == 15.7
-    assert round((config.active_parameters + 102400 * 2048) / 1e9, 1) == 2.7
+    assert round((active_parameters(config) + 102400 * 2048) / 1e9, 1) == 2.7
 
 
 def test_deepseek_v3_is_read(tmp_path: Path) -> None:

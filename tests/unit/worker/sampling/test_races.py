@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.torch_ops import TorchOps
-from services.worker.sampling.races import draw_of, race_by_torch, race_uniforms
+from services.worker.sampling.races import draw_of, race_by_torch, race_times
 from services.worker.sampling.random_numbers import race_keys
 
 CPU = torch.device("cpu")
@@ -93,7 +93,8 @@ def test_numbers_are_even_and_independent_of_those_beside_and_behind_them() -> N
     """Of neighbouring tokens, of neighbouring positions, and of neighbouring seeds: pairs fill a grid evenly."""
     positions = np.tile(np.arange(200, dtype=np.int32), 4)
     seeds = np.repeat(np.arange(4, dtype=np.uint64), 200)
-    numbers = race_uniforms(torch.from_numpy(race_keys(seeds, positions)), 512).numpy()
+    times = race_times(torch.from_numpy(race_keys(seeds, positions)), torch.arange(512)).numpy()
+    numbers = -np.expm1(-times)  # which times are made of
     cells = (numbers * 16).astype(np.int64)
     assert chi_squared(np.bincount((numbers.ravel() * 4096).astype(np.int64), minlength=4096)) < 4.5
     for one, other in (

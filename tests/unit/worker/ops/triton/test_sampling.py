@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 from services.worker.ops.triton import sampling
 from services.worker.ops.triton.sampling import CHUNK, DrawParameters, draw
 from services.worker.sampling.parameters import ParameterTable, SamplingBatch
-from services.worker.sampling.races import race_uniforms
+from services.worker.sampling.races import race_times
 from services.worker.sampling.random_numbers import race_keys
 from services.worker.sampling.sampler import draw_by_triton, sample_draft
 from shared.ids import SequenceId
@@ -78,7 +78,7 @@ def _kept(logits: Tensor, setting: tuple[float, int, float, float]) -> Tensor:
 
 def _check_winner(weights: Tensor, key: Tensor, token: int) -> None:
     """Whether `token` wins the race of these weights, float64 [vocab], by definition."""
-    times = -torch.log1p(-race_uniforms(key.cpu().view(1), len(weights))[0].double())
+    times = race_times(key.cpu().view(1), torch.arange(len(weights)))[0]
     assert weights[token] > 0
     assert weights[token] / times[token] >= (weights / times).max() * (1 - EDGE)
 
