@@ -120,8 +120,10 @@ class TokenState:
         self.block_size = block_size
         """Tokens of a block of the engine's KV memory."""
         self.prompt_length = generation.prompt_length
-        self.min_length = generation.prompt_length + generation.stopping.min_tokens
-        """Tokens, prompt and output, below which no stop token ends the sequence."""
+        least = generation.stopping.min_tokens if generation.grammar is None else 0
+        self.min_length = generation.prompt_length + least
+        """Tokens, prompt and output, below which no stop token ends the sequence. With a grammar one is drawn
+        so early only where nothing else may follow."""
         self.limit = limit
         """Tokens, prompt and output, at which the sequence ends with `length`."""
         self.stops = stops

@@ -250,6 +250,11 @@ async def test_grammars_that_cannot_be_followed_are_refused(client: AsyncOpenAI,
         await complete(client, body={"structured_outputs": wrong})
 
 
+async def test_a_grammar_ends_before_min_tokens(client: AsyncOpenAI) -> None:
+    (choice,) = (await complete(client, body={"structured_outputs": {"choice": ["yes"]}, "min_tokens": 5})).choices
+    assert (choice.text, choice.finish_reason) == ("yes", "stop")
+
+
 # Chats.
 
 

@@ -10,6 +10,7 @@ import pytest
 from services.scheduler.core.sequence import NEXT_PHASES, QueueKey, Sequence
 from services.scheduler.core.transfer.loads import NEXT_LOAD_STATES
 from services.scheduler.core.transfer.saves import NEXT_SAVE_STATES
+from shared.messages.generation import Grammar
 from shared.reliability.transitions import MAX_HISTORY, IllegalTransition, extend_history
 from tests.support.engines.checking_worker import generate
 
@@ -23,6 +24,14 @@ def test_an_illegal_phase_raises_with_the_history() -> None:
     member.move("prefilling")
     with pytest.raises(IllegalTransition, match="a: waiting → prefilling → returning"):
         member.move("returning")
+
+
+def test_a_grammar_ends_a_sequence_before_min_tokens() -> None:
+    """No stop token is drawn there but where nothing else may follow."""
+    for grammar, finish in ((Grammar("regex", "ab"), "stop"), (None, None)):
+        request = generate("a", [4], min_tokens=5, grammar=grammar)
+        member = Sequence(request, QueueKey(0, 0.0, 1), 10, frozenset({7}), 16)
+        assert (member.tokens.learn(6), member.tokens.learn(7)) == (None, finish)
 
 
 TABLES = {"phases": NEXT_PHASES, "loads": NEXT_LOAD_STATES, "saves": NEXT_SAVE_STATES}

@@ -230,8 +230,11 @@ def string_form(schema: Schema, path: str) -> Schema:
 
 def checked_pattern(pattern: str, path: str) -> str:
     """The pattern, if strings that match it as a whole are strings that it is found in. Raises GrammarRefused. Optional
-    groups are written as counts: xgrammar 0.2.8 takes `(ab+)?c` of a schema to match `bc`, too."""
+    groups are written as counts: xgrammar 0.2.8 takes `(ab+)?c` of a schema to match `bc`, too; and leaves look-aheads
+    out, which it refuses elsewhere."""
     plain = _OPAQUE.sub("x", pattern)
+    if "(?=" in plain or "(?!" in plain:
+        raise refuse(path, "look-aheads are not supported")
     for place, character in enumerate(plain):
         if character == "^" and plain[:place].strip("(|?:") and plain[place - 1] != "|":
             raise refuse(path, "^ is supported at the beginning only")

@@ -118,6 +118,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"pattern": "a", "maxLength": 3}, "$.pattern: not supported together with minLength or maxLength"),
     ({"pattern": "a$b"}, "$.pattern: $ is supported at the end only"),
     ({"pattern": "a^b"}, "$.pattern: ^ is supported at the beginning only"),
+    ({"pattern": "a(?=c)b"}, "$.pattern: look-aheads are not supported"),
+    ({"patternProperties": {"^(?!b)b$": {}}}, "$.patternProperties: look-aheads are not supported"),
     ({"pattern": 5}, "$.pattern: 5 is not allowed"),
     ({"pattern": "("}, "The parenthesis is not closed"),
     ({"type": "number", "multipleOf": 0.01}, "$.multipleOf: 0.01 is not supported"),
