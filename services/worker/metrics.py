@@ -78,7 +78,8 @@ class _HostTrafficCollector(Collector):
         yield family
 
 
-METRICS.register(_HostTrafficCollector())
+EXCHANGED = _HostTrafficCollector()
+METRICS.register(EXCHANGED)
 MISSED = Counter("baton_worker_missed_steps_total", "Gaps found in the numbering of plans.", registry=METRICS)
 
 DRAFTED = Counter(

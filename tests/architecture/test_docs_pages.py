@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
 
+from deploy.chaos.attacks.__main__ import ATTACKS
+from deploy.chaos.faults.choice import FAULTS
 from deploy.cli.app import COMMANDS, loaded
 from deploy.cli.up.vllm_line import CONVERTED, INSTEAD, NEEDLESS, REVISIONS, SAME, SETTINGS, SEVERAL
 from deploy.configuration import CONFIGS
 from services.gateway import metrics as gateway_metrics
 from services.gateway.api.openapi import OPERATIONS
 from services.scheduler import metrics as scheduler_metrics
+from shared.messages.dialects import ReasoningFormat, ToolFormat
 from shared.permissions import TABLE
 from shared.settings import settings_of
 from tests.contracts.golden import GOLDEN
@@ -19,7 +23,8 @@ from tests.docs_site import api_page, commands_page, messages_page, metrics_page
 from tests.docs_site.sources import DOCS, on_site
 from tests.support.paths import REPOSITORY
 
-METRIC = re.compile(r'\b(?:Counter|Gauge|Histogram|PlainHistogram)\(\s*"(baton_\w+)"')
+METRIC = re.compile(r'\b(?:Counter|Gauge|Histogram|PlainHistogram|CounterMetricFamily)\(\s*"(baton_\w+)"')
+USED_METRIC = re.compile(r"\bbaton_(?:gateway|router|scheduler|worker|kvstore|planner)_\w*[a-z]\b")
 COMING_FROM = DOCS / "coming_from.md"
 
 
@@ -28,8 +33,30 @@ def test_every_metric_that_is_made_is_on_the_page_once() -> None:
     made = {name for path in sources for name in METRIC.findall(path.read_text(encoding="utf-8"))}
     listed = re.findall(r"^\| `(baton_\w+)` \|", metrics_page.page(), re.MULTILINE)
     assert made
-    assert made - set(listed) == set()
+    assert made - {name.removesuffix("_total") for name in listed} - set(listed) == set()
     assert [name for name in set(listed) if listed.count(name) > 1] == []
+
+
+def test_metrics_and_settings_that_a_page_names_are_there() -> None:
+    listed = {name.removesuffix("_total") for name in re.findall(r"^\| `(baton_\w+)` \|", metrics_page.page(), re.M)}
+    settings = {f"{service}.{key}" for service, config in CONFIGS.items() for key in settings_of(config)}
+    for path in DOCS.glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        metrics = {re.sub("_(total|bucket|sum|count)$", "", name) for name in USED_METRIC.findall(text)}
+        assert metrics - listed == set(), path.name
+        assert set(re.findall(r"--set ([a-z]+\.[a-z_]+)", text)) - settings == set(), path.name
+
+
+def test_what_can_be_chosen_by_name_is_on_its_page() -> None:
+    def named(page: str, heading: str) -> set[str]:
+        """In the first cells of the table below its heading."""
+        table = (DOCS / page).read_text(encoding="utf-8").partition(heading)[2].partition("\n\n")[0]
+        return {name for row in table.splitlines() for name in re.findall("`([^`]+)`", row.split("|")[1])}
+
+    assert named("reliability.md", "| fault | what it does |\n") == set(FAULTS)
+    assert named("reliability.md", "| attack | what comes |\n") == set(ATTACKS)
+    assert named("tools.md", "| markup |\n") == set(get_args(ToolFormat))
+    assert named("tools.md", "| `--reasoning-parser` | |\n") == set(get_args(ReasoningFormat))
 
 
 def test_a_metric_is_listed_with_its_labels() -> None:
