@@ -21,6 +21,7 @@ from services.gateway.batches.window import BatchWindow, EngineRoom
 from services.gateway.config import GatewayConfig
 from services.gateway.console.feed import ConsoleFeed
 from services.gateway.console.overview import overview_of
+from services.gateway.conversations.chat_store import ChatLimits, ChatStore
 from services.gateway.core.api_keys import KeyFileError, KeyName
 from services.gateway.core.cluster import REQUIRED_SERVICES
 from services.gateway.core.remote_clusters import RemoteClusters
@@ -183,6 +184,7 @@ class Gateway(Actor):
             provider=self.provider,
             lora_registry=None if config.lora_registry is None else LoraRegistry(config.lora_registry),
             background=background,
+            chats=self._chat_store(),
             file_store=self.files,
             console=Console(self.console) if config.console else None,
         )
@@ -196,6 +198,10 @@ class Gateway(Actor):
         background = BackgroundResponses(self._gateway, self.requests, parser, access, store)
         self._background.append(background)
         return background
+
+    def _chat_store(self) -> ChatStore | None:
+        limits = self._config.response_limits()
+        return ChatStore(self.database, ChatLimits(*limits)) if self.database is not None and limits.responses else None
 
     def _batch_endpoints(self) -> BatchEndpoints:
         if self.database is None or self.files is None or self.batch_runner is None:

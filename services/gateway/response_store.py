@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from msgspec import Struct
 from services.gateway.api.errors import RequestError, abbreviated
 from services.gateway.api.responses.written_items import written_items
 from services.gateway.conversations.conversation_store import ConversationLimits, ConversationStore
+from services.gateway.database.oldest_first import OldestFirst, RecordLimits
 from services.gateway.database.records import CHUNK_BYTES, Database, DatabaseUnavailable, Record, RecordUnknown
 
 log = logging.getLogger(__name__)
@@ -24,9 +24,6 @@ KIND = "response"
 ENDED = ("completed", "incomplete", "failed", "cancelled")
 CONTINUED = ("completed", "incomplete")
 """What responses can be gone on from."""
-CHECK_EVERY = 32
-"""A gateway looks so rarely how much a key has, in responses that it has stored for it."""
-MAX_PAGE = 100
 EVENTS = 2**20
 """Position of the first event among a record's contents; the items come before."""
 
@@ -78,8 +75,7 @@ class ResponseStore:
         """`clock`: seconds since the epoch."""
         self.database, self._limits, self._clock = database, limits, clock
         self.conversations = ConversationStore(database, ConversationLimits(*limits), clock)
-        self._stored: Counter[str] = Counter()
-        """By owner."""
+        self._oldest_first = OldestFirst(database, KIND, RecordLimits(limits.responses, limits.size))
 
     def record(self, owner: str, stored: StoredResponse) -> Record:
         """Returns the record of a new response."""
@@ -101,13 +97,11 @@ class ResponseStore:
             await self.database.insert(record)
             chunks = {i: items[start : start + CHUNK_BYTES] for i, start in enumerate(parts)}
             await self.database.add_chunks(KIND, record.id, chunks)
-            if self._stored[record.owner] % CHECK_EVERY == 0:
-                await self._remove_oldest(record.owner)
+            await self._oldest_first.added(record.owner)
         except RecordUnknown:
             return  # deleted meanwhile
         except DatabaseUnavailable as error:
             raise _unavailable(error) from None
-        self._stored[record.owner] += 1
 
     async def find(self, id: str, owner: str) -> tuple[Record, StoredResponse]:
         """Returns a response that `owner` has stored. Raises RequestError 404."""
@@ -240,20 +234,6 @@ class ResponseStore:
             await self.database.delete(KIND, id)
         except DatabaseUnavailable as error:
             raise _unavailable(error) from None
-
-    async def _remove_oldest(self, owner: str) -> None:
-        """Removes what is above the limits, but nothing that still runs."""
-        records, size = await self.database.usage(KIND, owner)
-        while records > self._limits.responses or size > self._limits.size:
-            oldest = await self.database.page(KIND, owner, limit=MAX_PAGE, newest_first=False)
-            ended = [record for record in oldest if record.due is None]
-            for record in ended:
-                if records <= self._limits.responses and size <= self._limits.size:
-                    return
-                await self.database.delete(KIND, record.id)
-                records, size = records - 1, size - record.size
-            if not ended:
-                return
 
 
 def _unavailable(error: DatabaseUnavailable) -> RequestError:

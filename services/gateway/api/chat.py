@@ -16,6 +16,7 @@ from services.gateway.api.embeds.prompt_embeds import EmbeddedParts
 from services.gateway.api.errors import abbreviated, check_packable, decode_body, invalid, not_allowed, unsupported
 from services.gateway.api.fields.generation import CommonFields, check_common_fields
 from services.gateway.api.fields.reasoning_effort import REASONING_EFFORTS
+from services.gateway.api.fields.stored_chat import chat_to_store
 from services.gateway.api.generation import (
     BeamSearchParams,
     GenerationKind,
@@ -71,6 +72,9 @@ class ChatFields(CommonFields, kw_only=True):
     modalities: list[str] | None = None
     audio: Any = None
     web_search_options: Any = None
+    store: bool | None = None
+    metadata: Any = None
+    """Looked at where the chat is stored, and of no effect elsewhere, as with vLLM."""
 
 
 _OF_TEMPLATES = (
@@ -89,7 +93,14 @@ def read_chat(
     """Reads and checks a body. `cards` are the models that are served; `dialect_of` gives the formats in which a model
     writes tool calls and reasoning. None: the answer is what the model writes, and tools are only shown to the chat
     template. Raises RequestError."""
-    return chat_request(decode_body(body, _decoder), cards, limits, dialect_of)
+    fields = decode_body(body, _decoder)
+    sent = msgspec.structs.replace(fields) if fields.store else None
+    generation = chat_request(fields, cards, limits, dialect_of)
+    if sent is None:
+        return generation
+    if generation.stream is not None and generation.stream.resumable:
+        raise invalid("stream_options.resumable", "not allowed where `store` is true")
+    return msgspec.structs.replace(generation, stored=chat_to_store(sent))
 
 
 def chat_request(

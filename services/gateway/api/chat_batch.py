@@ -26,10 +26,11 @@ class ChatBatchFields(Struct, kw_only=True):
     use_beam_search: bool | None = None
     prompt_token_ids: Any = None
     kv_transfer_params: Any = None
+    store: bool | None = None
 
 
 _decoder = msgspec.json.Decoder(ChatBatchFields)
-_REFUSED = ("stream", "use_beam_search", "prompt_token_ids", "kv_transfer_params")
+_REFUSED = ("stream", "use_beam_search", "prompt_token_ids", "kv_transfer_params", "store")
 
 
 def read_chat_batch(

@@ -39,7 +39,7 @@ OPENAI_FIELDS = {
     "completion": _COMMON | {"prompt", "best_of", "echo"},
 }
 """OpenAI's fields that have an effect here."""
-_LEFT_OUT = (WITHOUT_EFFECT | NEUTRAL.keys() | {"request_id"}) - _COMMON
+_LEFT_OUT = (WITHOUT_EFFECT | NEUTRAL.keys() | {"metadata", "request_id", "store"}) - _COMMON
 KNOWN_FIELDS = {
     "chat": frozenset(ChatFields.__struct_fields__) - _LEFT_OUT,
     "completion": frozenset(CompletionFields.__struct_fields__) - _LEFT_OUT,
@@ -86,6 +86,8 @@ def read_forwarded(
     if len(body) > MAX_FORWARDED_BYTES:
         raise NotForwardable(f"body: more than {MAX_FORWARDED_BYTES} bytes")
     given = _decoded(body, dict[str, Raw], "body")
+    if kind == "chat" and bytes(given.get("store", b"")) == b"true":
+        raise NotForwardable("store: a chat that is to be stored")
     fields = {name: raw for name, raw in given.items() if _forwarded(name, raw, kind, dialect)}
     if dialect == "openai":
         _check_values(fields)

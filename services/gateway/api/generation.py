@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from services.gateway.api.errors import RequestError, abbreviated, invalid, unsupported
 from services.gateway.api.fields.generation import CommonFields
 from services.gateway.api.fields.ranges import INT64
+from services.gateway.api.fields.stored_chat import ChatToStore
 from services.gateway.api.media.source import MediaSource
 from services.gateway.api.structured_outputs import OutputGrammar
 from services.gateway.api.vllm.kv_transfer import NO_TRANSFER, KvTransfer
@@ -192,6 +193,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     """What the client conducts itself of a hand-over."""
     stream_interval: int = 1
     """Steps whose tokens come together, behind the first one."""
+    stored: ChatToStore | None = None
+    """What is kept of a chat that is to be stored."""
 
     @property
     def served_name(self) -> ModelName:

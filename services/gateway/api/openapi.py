@@ -30,6 +30,7 @@ from services.gateway.api.completions import CompletionFields
 from services.gateway.api.decisions.request import DecisionFields
 from services.gateway.api.fields.generation import CommonFields
 from services.gateway.api.fields.ranges import RANGES, AllowedRange
+from services.gateway.api.fields.stored_chat import StoredChatUpdateFields
 from services.gateway.api.ollama.request import OllamaChatFields, OllamaGenerateFields, ShowFields
 from services.gateway.api.pooling.classification import ClassificationFields
 from services.gateway.api.pooling.cohere import CohereEmbedFields
@@ -108,6 +109,15 @@ OPERATIONS = (
     ),
     Operation("POST", "/v1/chat/completions/batch", "Answer several chats with a choice each.", ChatBatchFields),
     Operation("POST", "/v1/chat/completions/render", "A chat's prompt and sampling; nothing is generated.", ChatFields),
+    Operation(
+        "GET", "/v1/chat/completions", "Chats that were stored.", parameters=("after", "limit", "model", "order")
+    ),
+    Operation("GET", "/v1/chat/completions/{id}", "One of them."),
+    Operation("POST", "/v1/chat/completions/{id}", "Change its metadata.", StoredChatUpdateFields),
+    Operation("DELETE", "/v1/chat/completions/{id}", "Forget it."),
+    Operation(
+        "GET", "/v1/chat/completions/{id}/messages", "What it was asked.", parameters=("after", "limit", "order")
+    ),
     Operation("POST", "/v1/completions", "Continue texts or token ids.", CompletionFields, GENERATED, resumable=True),
     Operation("POST", "/v1/completions/render", "The same for texts and token ids.", CompletionFields),
     Operation("POST", "/v1/decisions", "How likely the answers of questions about an input are.", DecisionFields),

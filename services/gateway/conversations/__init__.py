@@ -1,1 +1,1 @@
-"""Conversations that are stored: items that responses go on from, and add to."""
+"""What is kept of chats beyond their requests: conversations, and chats with their answers."""

@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple
 from msgspec.structs import replace
 
 from services.gateway.api.encoding.lazy_json import LazyEncoder
-from services.gateway.api.errors import RequestError, invalid
+from services.gateway.api.errors import RequestError, invalid, unsupported
 from services.gateway.api.event_ids import EventId
+from services.gateway.api.fields.stored_chat import ChatToStore
 from services.gateway.api.generation import GenerationRequest, StreamOptions
 from services.gateway.api.response import (
     GenerationResponse,
@@ -25,14 +26,16 @@ from services.gateway.api.response import (
     response_body,
 )
 from services.gateway.beam_search import BeamSearchRunner, PromptSearch, open_searches
+from services.gateway.conversations.chat_store import ChatStore
 from services.gateway.core.api_keys import ANONYMOUS
 from services.gateway.core.stream_records import StreamRecord
+from services.gateway.database.records import DatabaseUnavailable
 from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyKind, BodyParser
 from services.gateway.http.call import Call
 from services.gateway.http.overflow import Overflow
 from services.gateway.http.resumable import ResumableWriter
-from services.gateway.http.streaming import EventWriter, SseFrames, StreamWriter
+from services.gateway.http.streaming import EventWriter, SseFrames, StoredStreamWriter, StreamWriter
 from services.gateway.images.encoder_prompts import read_by_encoder
 from services.gateway.request_table import RequestTable
 from services.gateway.resumable_streams import ResumableStreams
@@ -236,10 +239,11 @@ class GenerationEndpoint(GeneratingEndpoint):
         streams: ResumableStreams,
         settings: StreamSettings,
         overflow: Overflow | None = None,
+        chats: ChatStore | None = None,
     ) -> None:
-        """`overflow`: answers what cannot be served here in time."""
+        """`overflow`: answers what cannot be served here in time. `chats`: None: nothing is stored."""
         super().__init__(table, parser, access, streams, settings)
-        self._kind, self._overflow = kind, overflow
+        self._kind, self._overflow, self._chats = kind, overflow, chats
         self._prefix = "chatcmpl" if kind == "chat" else "cmpl"
 
     async def __call__(self, call: Call) -> None:
@@ -256,7 +260,10 @@ class GenerationEndpoint(GeneratingEndpoint):
 
     async def _generate(self, call: Call) -> None:
         table = self._table
-        generation = self._admitted(call, await self._read(call, self._kind))
+        asked: GenerationRequest = await self._read(call, self._kind)
+        if asked.stored is not None and self._chats is None:
+            raise unsupported("store", "true where nothing is stored")
+        generation = self._admitted(call, asked)
         if self._overflow is not None and await self._overflow.ahead_of(call, self._kind, generation):
             return
         resumable = generation.stream is not None and generation.stream.resumable
@@ -339,7 +346,20 @@ class GenerationEndpoint(GeneratingEndpoint):
             raise response.error
         elif outcome == "finished":
             body = response_body(header, response.choices, generation.response_options, response.started_at, transfer)
-            await self._answer(call, body)
+            answer_body = await LazyEncoder().encode(body)
+            if generation.stored is not None and not await self._store(call, generation.stored, header, answer_body):
+                answer_body = answer_body[:-1] + b',"store":false}'
+            await self._finish(call, call.respond(answer_body))
+
+    async def _store(self, call: Call, asked: ChatToStore, header: ResponseHeader, answer: bytes) -> bool:
+        """Stores a chat; whether the database has taken it."""
+        assert self._chats is not None, "looked at before it was generated"
+        try:
+            await self._chats.insert(header.id, call.key.name, header.model, asked, answer)
+        except DatabaseUnavailable as error:
+            log.warning("a chat was not stored", extra={"request": header.id, "error": str(error)})
+            return False
+        return True
 
     async def _stream(
         self,
@@ -353,7 +373,8 @@ class GenerationEndpoint(GeneratingEndpoint):
     ) -> None:
         """Responds with events as tokens arrive. `record`: of a resumable stream, whose client has everything up to the
         event `last`."""
-        writer = (StreamWriter if last is None else partial(ResumableWriter, last=last))(
+        plain = StreamWriter if generation.stored is None else StoredStreamWriter
+        writer = (plain if last is None else partial(ResumableWriter, last=last))(
             SseFrames(header, options, generation.sequences, generation.response_options),
             call.connection,
             include_usage=options.include_usage,
@@ -382,4 +403,8 @@ class GenerationEndpoint(GeneratingEndpoint):
         elif outcome in ("client too slow", "taken over"):
             call.connection.abort()
         elif started:
+            if generation.stored is not None and isinstance(writer, StoredStreamWriter) and outcome == "finished":
+                body = response_body(header, response.choices, generation.response_options, response.started_at)
+                await self._store(call, generation.stored, header, await LazyEncoder().encode(body))
+                writer.end(response.choices)
             await self._finish(call, call.end())

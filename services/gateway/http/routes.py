@@ -14,6 +14,7 @@ from services.gateway.api.ollama.answer import error_body as ollama_error
 from services.gateway.api.pooling.cohere import error_body as cohere_error
 from services.gateway.audio.audio_decoder import AudioDecoder
 from services.gateway.batches.file_store import FileStore
+from services.gateway.conversations.chat_store import ChatStore
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.http.access import AccessControl
 from services.gateway.http.admin.fleet import FleetEndpoints
@@ -33,6 +34,7 @@ from services.gateway.http.apis.ollama import OllamaEndpoint, OllamaInfo
 from services.gateway.http.apis.render import RenderedKind, RenderEndpoint
 from services.gateway.http.apis.responses import ResponsesEndpoint
 from services.gateway.http.apis.sglang import SglangEndpoint
+from services.gateway.http.apis.stored.chats import StoredChatEndpoints
 from services.gateway.http.apis.stored.conversations import ConversationEndpoints
 from services.gateway.http.apis.stored_responses import StoredResponseEndpoints
 from services.gateway.http.apis.tokens.generate import TokensEndpoint
@@ -76,6 +78,8 @@ class EndpointParts:
     """None: no adapter can be loaded at run time."""
     background: BackgroundResponses | None
     """None: there is no database."""
+    chats: ChatStore | None
+    """None: there is no database."""
     file_store: FileStore | None
     """None: there is no database."""
     console: Console | None
@@ -90,6 +94,7 @@ def all_routes(parts: EndpointParts) -> list[Route]:
         *routes.openai(info),
         *routes.responses(),
         *routes.conversations(),
+        *routes.chats(),
         *routes.anthropic(),
         *routes.ollama(),
         *routes.pooling(),
@@ -180,6 +185,17 @@ class _Routes:
             route("GET", "/v1/conversations/{id}/items", conversations.items, "read-only"),
             route("GET", "/v1/conversations/{id}/items/{name}", conversations.item, "read-only"),
             route("DELETE", "/v1/conversations/{id}/items/{name}", conversations.delete_item, "inference"),
+        ]
+
+    def chats(self) -> list[Route]:
+        """OpenAI's stored chats."""
+        route, chats = self._route, StoredChatEndpoints(self._parts.chats)
+        return [
+            route("GET", "/v1/chat/completions", chats.list, "read-only"),
+            route("GET", "/v1/chat/completions/{id}", chats.get, "read-only"),
+            route("POST", "/v1/chat/completions/{id}", chats.update, "inference"),
+            route("DELETE", "/v1/chat/completions/{id}", chats.delete, "inference"),
+            route("GET", "/v1/chat/completions/{id}/messages", chats.messages, "read-only"),
         ]
 
     def anthropic(self) -> list[Route]:
@@ -355,7 +371,7 @@ class _Routes:
     def _generation(self, kind: Literal["chat", "completion"]) -> Handler:
         parts = self._parts
         return GenerationEndpoint(
-            parts.table, kind, parts.parser, parts.access, parts.streams, parts.settings, self._overflow
+            *(parts.table, kind, parts.parser, parts.access, parts.streams, parts.settings, self._overflow, parts.chats)
         )
 
     def _audio(self, task: Task) -> Handler:

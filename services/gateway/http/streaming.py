@@ -275,3 +275,33 @@ class StreamWriter(EventWriter):
     def error_frames(self, error: RequestError) -> bytes:
         """Returns the error as an event, and the end."""
         return error_frame(error) + DONE
+
+
+class StoredStreamWriter(StreamWriter):
+    """Writes the stream of a chat that is stored, and keeps in the choices what a body at the end would have of it."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        """See `StreamWriter`."""
+        super().__init__(*arguments, **settings)
+        self._kept: dict[int, ChoiceState] = {}
+
+    def write(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
+        """See `StreamWriter.write`."""
+        kept = self._kept.get(choice.index)
+        if kept is None:
+            kept = self._kept[choice.index] = ChoiceState(choice.index, choice.prompt, prompt_ids=choice.prompt_ids)
+        kept.logprobs.extend(delta.logprobs or ())
+        kept.token_ids.extend(delta.tokens)
+        if choice.message is None:
+            choice.texts.append(delta.text)
+        return super().write(choice, delta, now)
+
+    def complete(self, choices: list[ChoiceState]) -> None:
+        """Leaves the last events to `end`: whoever sees them may ask for what is stored at once."""
+        for choice in choices:
+            kept = self._kept.get(choice.index, choice)
+            choice.logprobs, choice.token_ids, choice.prompt_ids = kept.logprobs, kept.token_ids, kept.prompt_ids
+
+    def end(self, choices: list[ChoiceState]) -> None:
+        """Writes the last events."""
+        super().complete(choices)

@@ -455,7 +455,7 @@ async def test_what_is_not_there_is_said_as_json(stack: GatewayStack) -> None:
     for path in ("/v2/none", "/v2/rerank"):
         error = (await stack.http.post(path, json={"model": "none"})).json()
         assert error["message"] == error["error"]["message"]
-    wrong = await stack.http.get("/v1/chat/completions")
+    wrong = await stack.http.get("/v1/completions")
     assert wrong.status_code == 405
     assert "allow" in wrong.headers
     assert (await stack.http.get("/version")).json()["version"]

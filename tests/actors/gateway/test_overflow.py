@@ -72,7 +72,7 @@ async def test_what_is_refused_here_is_answered_by_the_provider(
 ) -> None:
     before = await outcomes(stack)
     with caplog.at_level(logging.INFO):
-        answer = await post(stack, chat(FULL, temperature=0.5, store=True), Authorization="Bearer client-key")
+        answer = await post(stack, chat(FULL, temperature=0.5, store=False), Authorization="Bearer client-key")
     assert (answer.status_code, answer.headers[HEADER]) == (200, "overflow")
     assert answer.content == provider.sent, "unchanged"
     assert provider.bodies == [chat(FULL, temperature=0.5) | {"model": "theirs"}]

@@ -109,7 +109,7 @@ async def test_responses_belong_to_their_key(memory_bus: MemoryBus, tmp_path: Pa
 
 
 async def test_the_oldest_go_first(memory_bus: MemoryBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.response_store.CHECK_EVERY", 1)
+    monkeypatch.setattr("services.gateway.database.oldest_first.CHECK_EVERY", 1)
     async with gateway_stack(memory_bus, database_file=tmp_path / "database.sqlite", responses_kept=2) as stack:
         responses = [await create(stack) for _ in range(4)]
         for response in responses[:2]:

@@ -57,7 +57,6 @@ class CommonFields(VllmSamplingFields, kw_only=True):
     kv_transfer_params: Any = None
     prompt_embeds: Any = None
     # Of OpenAI's and vLLM's fields those that change no answer.
-    metadata: Any = None
     prediction: Any = None
     prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
@@ -65,7 +64,6 @@ class CommonFields(VllmSamplingFields, kw_only=True):
     return_mm_kwargs: bool | None = None
     safety_identifier: str | None = None
     session_id: str | None = None
-    store: bool | None = None
     # Those of which only the value that changes nothing is taken.
     service_tier: str | None = None
     verbosity: str | None = None
@@ -80,8 +78,8 @@ class CommonFields(VllmSamplingFields, kw_only=True):
 
 
 WITHOUT_EFFECT = frozenset(
-    {"metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
-    | {"return_mm_kwargs", "safety_identifier", "session_id", "store", "user"}
+    {"prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+    | {"return_mm_kwargs", "safety_identifier", "session_id", "user"}
 )
 """What clients may send, and no answer depends on."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {

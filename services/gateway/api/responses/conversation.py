@@ -8,8 +8,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from services.gateway.api.errors import decode_body, invalid
+from services.gateway.api.fields.metadata import check_metadata
 from services.gateway.api.responses.input_items import Item, Turns, add_items, numbered
-from services.gateway.api.responses.metadata import check_metadata
 
 MAX_NEW_ITEMS = 20
 """That one call adds. OpenAI's limit."""

@@ -21,10 +21,10 @@ from services.gateway.api.errors import (
     not_allowed,
     unsupported,
 )
+from services.gateway.api.fields.metadata import check_metadata
 from services.gateway.api.fields.reasoning_effort import REASONING_EFFORTS
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
 from services.gateway.api.responses.input_items import Item, Turns, add_items, is_developers, is_unfinished, numbered
-from services.gateway.api.responses.metadata import check_metadata
 from services.gateway.api.responses.tools import chat_tool_choice, chat_tools
 from services.gateway.api.structured_outputs import ResponseFormat, StructuredOutputs
 from services.gateway.parsing.output_dialect import OutputDialect

@@ -218,6 +218,7 @@ CHAT_BATCH: dict[str, Case] = {
     "use_beam_search": Case(True),
     "prompt_token_ids": Case([1, 2]),
     "kv_transfer_params": Case({"do_remote_decode": True}),
+    "store": Case(True),
 }
 OF_OPERATORS = frozenset(
     (
@@ -230,6 +231,7 @@ OF_FILES = frozenset(
     (
         *("BatchFields", "UploadFields", "ShowFields", "TranscriptionFields", "TranslationFields"),
         *("MessageBatchFields", "ConversationFields", "ConversationItemsFields", "ConversationUpdateFields"),
+        "StoredChatUpdateFields",
     )
 )
 """Bodies that name things: tests/actors/gateway/test_batches.py, test_files.py, test_ollama.py, test_anthropic.py,

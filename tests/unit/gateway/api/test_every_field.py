@@ -165,6 +165,8 @@ CHAT = SAMPLED | {
     "functions": Case([]),
     "function_call": Case("auto"),
     "modalities": Case(["audio"]),
+    "store": Case(True),
+    "metadata": Case({"a": "b"}, {"store": True}),
     "audio": Case({"voice": "alloy"}),
     "web_search_options": Case({}),
 }
@@ -388,7 +390,7 @@ def test_what_has_no_effect_is_said_to_have_none() -> None:
     (said,) = [line for line in page.splitlines() if "change nothing here" in line]
     assert [name for name in (*WITHOUT_EFFECT, *NEUTRAL) if f"`{name}`" not in said] == []
     read, plain = ENDPOINTS[ChatFields]
-    ignored: dict[str, Any] = dict.fromkeys(WITHOUT_EFFECT, "x") | {"store": True, "return_mm_kwargs": False}
+    ignored: dict[str, Any] = dict.fromkeys(WITHOUT_EFFECT, "x") | {"store": False, "return_mm_kwargs": False}
     neutral = {name: values[0] for name, values in NEUTRAL.items()}
     assert read(msgspec.json.encode({**plain, **ignored, **neutral})) == read(msgspec.json.encode(plain))
 

@@ -32,7 +32,7 @@ def sent(request: ForwardedRequest) -> Any:
 
 
 def test_openais_fields_go_as_they_came_and_ignored_ones_stay() -> None:
-    request = forwarded("chat", **CHAT, tools=[{"type": "function"}], store=True, metadata={}, top_k=None, n=2)
+    request = forwarded("chat", **CHAT, tools=[{"type": "function"}], store=False, metadata={}, top_k=None, n=2)
     assert sent(request) == {**CHAT, "tools": [{"type": "function"}], "n": 2}
     assert (request.path, request.model, request.provider_model) == ("/chat/completions", "m", "m")
     assert not request.stream
@@ -44,6 +44,7 @@ def test_openais_fields_go_as_they_came_and_ignored_ones_stay() -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "field"),
     [
+        ("chat", {**CHAT, "store": True}, "store"),
         ("chat", {**CHAT, "top_k": 5}, "top_k"),
         ("chat", {**CHAT, "guided_regex": "a+"}, "guided_regex"),
         ("chat", {**CHAT, "logit_bias": {"5": 1}}, "logit_bias"),

@@ -85,7 +85,7 @@ def test_null_means_the_default() -> None:
 
 
 def test_unknown_fields_are_ignored() -> None:
-    assert chat(frobnicate={"a": [1, None]}, metadata={"x": "y"}, store=True) == chat()
+    assert chat(frobnicate={"a": [1, None]}, metadata={"x": "y"}) == chat()
 
 
 def test_every_field_arrives() -> None:

@@ -1,4 +1,4 @@
-"""`metadata`: what a client notes on a response or a conversation."""
+"""`metadata`: what a client notes on a response, a conversation or a stored chat."""
 
 from __future__ import annotations
 
