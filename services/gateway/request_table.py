@@ -131,11 +131,15 @@ class RequestTable:
 
     # For the endpoints.
 
-    def not_serving(self, *, though_asleep: bool = True) -> str | None:
-        """Returns why new requests are refused at the moment, or None; `though_asleep`: also where it is only because
-        engines sleep."""
-        absence = self._absence(None)
+    def not_serving(self, model: ModelName | None = None, *, though_asleep: bool = True) -> str | None:
+        """Returns why new requests for `model`, or for any, are refused at the moment, or None; `though_asleep`: also
+        where it is only because engines sleep."""
+        absence = self._absence(model)
         return None if absence is None or (absence.asleep and not though_asleep) else absence.reason
+
+    def models_not_serving(self) -> int:
+        """Returns of how many known models new requests are refused at the moment."""
+        return sum(self._absence(card.name) is not None for card in self.cluster.models())
 
     @property
     def free(self) -> int:

@@ -71,6 +71,7 @@ ANTHROPIC_ERROR = {
     "required": ["error"],
     "properties": {
         "type": {"const": "error"},
+        "request_id": {"type": ["string", "null"]},
         "error": {
             "type": "object",
             "required": ["message", "type"],
@@ -187,7 +188,9 @@ OPERATIONS = (
     Operation("POST", "/tokenize", "The token ids of a text or of messages.", TokenizeFields),
     Operation("POST", "/detokenize", "The text of token ids.", DetokenizeFields),
     Operation("POST", "/invocations", "The endpoint that the body's fields belong to.", InvocationFields, GENERATED),
-    Operation("GET", "/v1/models", "All models that are served."),
+    Operation(
+        "GET", "/v1/models", "All models that are served.", parameters=("after_id", "before_id", "lifecycle", "limit")
+    ),
     Operation("GET", "/v1/models/{name}", "One model."),
     Operation("GET", "/version", "The version of the server."),
     Operation("GET", "/load", "How many responses are open."),
@@ -237,7 +240,7 @@ OPERATIONS = (
     Operation("GET", "/ping", "The same as /health.", with_key=False),
     Operation("POST", "/ping", "The same as /health.", with_key=False),
     Operation("GET", "/live", "Whether the process answers.", with_key=False),
-    Operation("GET", "/ready", "Whether new requests are taken.", with_key=False),
+    Operation("GET", "/ready", "Whether new requests are taken.", with_key=False, parameters=("model",)),
     Operation("GET", "/metrics", "Metrics for Prometheus.", None, ("text/plain",), with_key=False),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
@@ -58,7 +59,9 @@ async def _not_found(request: Request, error: Exception) -> Response:
         text += f"; served are {', '.join(_paths(request.app))}"
     shape = ANTHROPIC if "anthropic-version" in request.headers else shape_of(request.url.path)
     refused = RequestError(error.status_code, text)
-    return Response(shape.error_body(refused), refused.status, dict(error.headers or {}), "application/json")
+    named = secrets.token_hex(16)
+    headers = dict(error.headers or {}) | {name.decode(): named for name in shape.id_headers}
+    return Response(shape.error_body(refused, named), refused.status, headers, "application/json")
 
 
 def _paths(app: Starlette) -> list[str]:
@@ -70,6 +73,5 @@ def _paths(app: Starlette) -> list[str]:
 
 async def _bug(request: Request, error: Exception) -> Response:
     log.error("bug in an endpoint", exc_info=error, extra={"path": request.url.path})
-    return Response(
-        shape_of(request.url.path).error_body(RequestError(500, "internal error")), 500, None, "application/json"
-    )
+    body = shape_of(request.url.path).error_body(RequestError(500, "internal error"), secrets.token_hex(16))
+    return Response(body, 500, None, "application/json")

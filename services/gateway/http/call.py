@@ -69,15 +69,15 @@ Headers = Iterable[tuple[bytes, bytes]]
 class ApiShape(NamedTuple):
     """What clients of an API expect beside an answer's body."""
 
-    error_body: Callable[[RequestError], bytes]
-    """How errors are shown."""
+    error_body: Callable[[RequestError, str], bytes]
+    """How errors are shown, of a call with an id."""
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
     """The headers that name the request."""
     for_anthropic: ApiShape | None = None
     """Another one for Anthropic's clients, where they have the path in common with others."""
 
 
-OPENAI = ApiShape(RequestError.body)
+OPENAI = ApiShape(lambda error, _: error.body())
 
 
 class BodyBudget:
@@ -461,9 +461,9 @@ class Call:
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         if error.status not in (408, 413):
-            await self.respond(self._shape.error_body(error), error.status, JSON, headers)
+            await self.respond(self._shape.error_body(error, self.id), error.status, JSON, headers)
             return
-        body = self._shape.error_body(error)
+        body = self._shape.error_body(error, self.id)
         headers += [(b"connection", b"close"), (b"content-length", str(len(body)).encode())]
         await self.start(error.status, JSON, headers)
         await self.send({"type": "http.response.body", "body": body, "more_body": True})

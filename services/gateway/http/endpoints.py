@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.api.anthropic.models import model_info, model_page
 from services.gateway.api.encoding.lazy_json import LazyEncoder, packed_slices, text_slices
 from services.gateway.api.errors import RequestError, abbreviated
+from services.gateway.api.generation import choose_model
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.database.records import DatabaseUnavailable
 from services.gateway.http.access import AccessControl, check_model
@@ -25,7 +26,7 @@ from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers, MetricsPages
 from services.gateway.request_table import RequestTable
 from services.gateway.tokenizer_client import Reply
-from shared.ids import GatewayId
+from shared.ids import GatewayId, ModelName
 from shared.messages.gateway import GatewayOverview, ReadOverview
 from shared.messages.model_card import LoraCard, ModelCard
 from shared.messages.tokenizer import DecodeReply, EncodeReply
@@ -135,16 +136,29 @@ class InfoEndpoints:
 
     async def ready(self, call: Call) -> None:
         """`/ready`: 503 with the reason while new requests are refused, otherwise 200; so while the overflow provider
-        answers them."""
-        reason = self._table.not_serving() if self._table.accepting else "this gateway is draining"
+        answers them. With `?model=NAME` while those for that model are, which a client must be allowed to use. Raises
+        RequestError."""
+        model = self._asked_model(call)
+        reason = self._table.not_serving(model) if self._table.accepting else "this gateway is draining"
         if reason is not None and self._table.accepting and self._provider is not None and self._provider.usable:
             await call.respond_json({"status": "ok", "served_by": "overflow", "reason": reason})
             return
-        await self._respond_status(call, reason)
+        missing = 0 if model is not None else self._table.models_not_serving()
+        await self._respond_status(call, reason, {"models_not_served": missing} if missing else {})
 
-    async def _respond_status(self, call: Call, reason: str | None) -> None:
+    def _asked_model(self, call: Call) -> ModelName | None:
+        """The model that a call of `/ready` is about; None: any. Its names are those of requests."""
+        names = [value for name, value in call.query() if name == "model"]
+        if not names:
+            return None
+        self._access.admit(call, "read-only")
+        card = choose_model(names[0], self._table.cluster.models())
+        check_model((ModelName(names[0]), card.name), call.key)
+        return card.name
+
+    async def _respond_status(self, call: Call, reason: str | None, more: dict[str, Any] | None = None) -> None:
         if reason is None:
-            await call.respond_json({"status": "ok"})
+            await call.respond_json({"status": "ok", **(more or {})})
         else:
             await call.respond_json({"status": "unavailable", "reason": reason}, 503, [(b"retry-after", b"1")])
 
@@ -173,7 +187,8 @@ class InfoEndpoints:
     async def models(self, call: Call) -> None:
         """`/v1/models`: all models that are served and that the client may use."""
         shown = self._shown(call)
-        await call.respond_json(model_page(shown) if call.is_anthropic else {"object": "list", "data": shown})
+        page = model_page(shown, call.query()) if call.is_anthropic else {"object": "list", "data": shown}
+        await call.respond_json(page)
 
     async def model(self, call: Call) -> None:
         """`/v1/models/NAME`. Raises RequestError 404."""

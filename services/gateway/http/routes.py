@@ -108,8 +108,8 @@ def all_routes(parts: EndpointParts) -> list[Route]:
 
 
 ANTHROPIC = ApiShape(anthropic_error, (b"x-request-id", b"request-id"))
-OLLAMA = ApiShape(ollama_error)
-COHERE = ApiShape(cohere_error)
+OLLAMA = ApiShape(lambda error, _: ollama_error(error))
+COHERE = ApiShape(lambda error, _: cohere_error(error))
 MODELS = OPENAI._replace(for_anthropic=ANTHROPIC)
 
 

@@ -10,19 +10,20 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from starlette.routing import Route
 
 from services.gateway.http.connection import Connection
 from shared import topics
 from shared.bus.memory_bus import MemoryBus
-from shared.ids import Attempt, GatewayId, InstanceId
+from shared.ids import Attempt, GatewayId, InstanceId, ModelName
 from shared.messages.encoder import EncodeInput, EncoderRefusal
 from shared.messages.gateway import PromptsHeld
-from shared.messages.lifecycle import Drain, SleepReport, Undrain
+from shared.messages.lifecycle import Drain, Phase, SleepReport, Undrain
 from shared.messages.scheduler import Probe
 from shared.messages.tokenizer import Tokenize
 from shared.packing import unpack
-from tests.support.gateway.fake_services import MODEL, FakeRing, eventually, said
+from tests.support.gateway.fake_services import CARD, MODEL, FakeRing, eventually, said
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 
 
@@ -326,6 +327,22 @@ async def test_engines_that_sleep_are_healthy_and_not_ready(stack: GatewayStack)
     await stack.ring.die("tokenizer")
     await eventually(lambda: "tokenizer" in str(stack.gateway.requests.not_serving()))
     assert (await stack.http.get("/health")).status_code == 503
+
+
+async def test_ready_says_how_many_models_are_not_served_and_answers_for_each(stack: GatewayStack) -> None:
+    lost = replace(CARD, name=ModelName("lost"), aliases=(ModelName("gone"),))
+    phases: tuple[Phase, ...] = ("ready", "failed")
+    for phase in phases:
+        life = stack.ring.life_of("scheduler", "engine-9", phase)
+        assert life.engine is not None
+        life = replace(life, engine=replace(life.engine, model=lost))
+        await stack.ring.bus.publish(topics.lifecycle_of("scheduler", InstanceId("engine-9")), life)
+    await eventually(lambda: stack.gateway.requests.models_not_serving() == 1)
+    verdicts = [await stack.http.get(f"/ready{query}") for query in ("", f"?model={MODEL}", "?model=gone", "?model=x")]
+    assert [verdict.status_code for verdict in verdicts] == [200, 200, 503, 404]
+    assert verdicts[0].json() == {"status": "ok", "models_not_served": 1}
+    assert verdicts[1].json() == {"status": "ok"}
+    assert "no scheduler" in verdicts[2].json()["reason"]
 
 
 async def test_health_follows_the_engine(stack: GatewayStack) -> None:

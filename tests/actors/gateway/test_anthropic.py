@@ -14,10 +14,11 @@ from anthropic import AsyncAnthropic
 
 from services.gateway.batches.batch_run import BATCH_PRIORITY
 from shared.bus.memory_bus import MemoryBus
+from shared.ids import ModelName
 from shared.messages.dialects import Dialect
 from shared.messages.tokenizer import Tokenize
 from tests.actors.gateway.test_tool_calls import PARIS, ROME, SCHEMA, speaking
-from tests.support.gateway.fake_services import MODEL, eventually, said
+from tests.support.gateway.fake_services import MODEL, FakeRing, eventually, said
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 from tests.support.gateway.tool_calls import written
 
@@ -123,10 +124,26 @@ async def test_errors_are_those_that_the_sdk_knows(client: AsyncAnthropic) -> No
         await client.models.retrieve("other")
     shown: Any = unknown.value.body
     assert (shown["type"], shown["error"]["type"]) == ("error", "not_found_error")
-    assert unknown.value.request_id is not None
+    assert shown["request_id"] == unknown.value.request_id is not None
     assert (await client.models.retrieve(MODEL))._request_id is not None
     with pytest.raises(anthropic.BadRequestError, match="container"):
         await client.messages.create(model=MODEL, messages=HELLO, max_tokens=1, container="c")
+
+
+async def test_models_are_paged(memory_bus: MemoryBus) -> None:
+    ring = FakeRing(memory_bus)
+    ring.aliases = (ModelName("b"), ModelName("c"))
+    async with gateway_stack(memory_bus, ring=ring) as stack, client_of(stack) as client:
+        for walk in (client.models, client.beta.models):
+            assert [model.id async for model in walk.list(limit=1)] == [MODEL, "b", "c"]
+        before = await client.models.list(limit=1, before_id="c")
+        assert ([model.id for model in before.data], before.has_more, before.first_id) == (["b"], True, "b")
+        assert [model.id async for model in client.models.list(limit=1, before_id="c")] == ["b", MODEL]
+        for lifecycle, expected in ((["active"], 3), (["retired", "deprecated"], 0)):
+            assert len((await client.models.list(lifecycle=lifecycle)).data) == expected  # type: ignore[arg-type]
+        for wrong in ({"limit": 0}, {"after_id": "x"}, {"before_id": "b", "after_id": "c"}, {"lifecycle": ["new"]}):
+            with pytest.raises(anthropic.BadRequestError):
+                await client.models.list(**wrong)  # type: ignore[arg-type]
 
 
 async def test_the_key_may_come_as_the_sdk_sends_it(memory_bus: MemoryBus) -> None:

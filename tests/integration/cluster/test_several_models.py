@@ -138,6 +138,10 @@ async def test_one_without_engines_or_tokenizer_is_refused_and_the_other_answers
         await admin(stack, "drain", instance=instance, force=True)
         refusal = await refused(once, DEMO)
         assert f"no {missing} is ready" in refusal.message
+        async with httpx2.AsyncClient(base_url=stack.url, timeout=DEADLINE) as http:
+            ready = [await http.get(f"/ready{query}") for query in ("", f"?model={DEMO}", f"?model={TINY}")]
+        assert [each.status_code for each in ready] == [200, 503, 200]
+        assert ready[0].json()["models_not_served"] == 1
         assert refusal.status_code == 503
         assert "retry-after" in refusal.response.headers
         assert await complete(once, TINY)

@@ -181,6 +181,11 @@ class FakeRing:
                 await self.say(service, instance, "starting" if asleep else phase)
 
     async def say(self, service: Service, instance: str, phase: Phase) -> None:
+        life = self.life_of(service, instance, phase)
+        await self.bus.publish(topics.lifecycle_of(service, InstanceId(instance)), life)
+
+    def life_of(self, service: Service, instance: str, phase: Phase) -> Lifecycle:
+        """What an instance says of itself."""
         report = EngineReport(
             model=replace(
                 CARD,
@@ -198,7 +203,7 @@ class FakeRing:
             steps=0,
             tokens=0,
         )
-        life = Lifecycle(
+        return Lifecycle(
             service=service,
             instance=InstanceId(instance),
             incarnation=self.lives[service],
@@ -210,7 +215,6 @@ class FakeRing:
             sleep=self.sleep if service == "scheduler" else None,
             tokenizer=TokenizerReport(model=MODEL, dialect=self.dialect) if service == "tokenizer" else None,
         )
-        await self.bus.publish(topics.lifecycle_of(service, InstanceId(instance)), life)
 
     async def die(self, service: Service) -> None:
         """The instance is announced dead and begins a new life."""

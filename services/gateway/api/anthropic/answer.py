@@ -88,7 +88,8 @@ def usage(choice: ChoiceState) -> dict[str, Any]:
     }
 
 
-def error_body(error: RequestError) -> bytes:
-    """Returns the JSON of an error."""
+def error_body(error: RequestError, request_id: str | None = None) -> bytes:
+    """Returns the JSON of an error; `request_id`: of the call, by which it is found in the logs."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
+    shown = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    return msgspec.json.encode(shown)

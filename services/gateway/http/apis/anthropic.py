@@ -15,7 +15,7 @@ from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
 from services.gateway.http.access import AccessControl
 from services.gateway.http.body_parser import BodyKind, BodyParser
-from services.gateway.http.call import Call, ClientConnection
+from services.gateway.http.call import Call
 from services.gateway.http.generation import GeneratingEndpoint, StreamSettings
 from services.gateway.http.streaming import EventWriter, event_frame
 from services.gateway.request_table import RequestTable
@@ -32,14 +32,15 @@ class MessagesWriter(EventWriter):
         header: ResponseHeader,
         max_tokens: int | None,
         applied: list[dict[str, Any]] | None,
-        connection: ClientConnection,
+        call: Call,
         settings: StreamSettings,
     ) -> None:
         """`max_tokens`: the client's. `applied`: see `applied_edits`."""
         super().__init__(
-            connection, keep_alive=settings.keep_alive, unread_limit=settings.unread_limit, now=time.monotonic()
+            call.connection, keep_alive=settings.keep_alive, unread_limit=settings.unread_limit, now=time.monotonic()
         )
         self._header, self._max_tokens, self._applied = header, max_tokens, applied
+        self._request_id = call.id
 
     def frames(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
         """Returns the events of new output: the message's start before the first, none where nothing is decided yet."""
@@ -60,7 +61,7 @@ class MessagesWriter(EventWriter):
 
     def error_frames(self, error: RequestError) -> bytes:
         """Returns the error as an event."""
-        return b"event: error\ndata: %b\n\n" % error_body(error)
+        return b"event: error\ndata: %b\n\n" % error_body(error, self._request_id)
 
     def _start(self, choice: ChoiceState) -> bytes:
         choice.started = True
@@ -132,7 +133,7 @@ class MessagesEndpoint(GeneratingEndpoint):
                 body = message_body(header, response.choices[0], max_tokens, transfer, applied)
                 await self._finish(call, call.respond(body))
             return
-        writer = MessagesWriter(header, max_tokens, applied, call.connection, self._settings)
+        writer = MessagesWriter(header, max_tokens, applied, call, self._settings)
         await self._streamed(call, await self._table.open(generation, header, writer, details), writer)
 
 
