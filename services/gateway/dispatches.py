@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from services.gateway.api.anthropic.blocks import MessageBlocks
 from services.gateway.api.chat import AssistantMessage, repeatable_ids
+from services.gateway.api.cohere.answer import CohereMessage
 from services.gateway.api.generation import ChoiceRequest, GenerationKind, GenerationRequest
 from services.gateway.api.ollama.answer import OllamaMessage
 from services.gateway.api.response import ChoiceState, ParsedMessage
@@ -23,6 +24,7 @@ from shared.messages.tokenizer import Tokenize, embeds_of, prompt_bytes
 from shared.telemetry.logs import record_trace
 
 _MESSAGES: dict[GenerationKind, Callable[[ParserOptions | None], ParsedMessage]] = {
+    "cohere": CohereMessage,
     "messages": MessageBlocks,
     "ollama": OllamaMessage,
     "responses": OutputItems,

@@ -108,3 +108,5 @@ class Dialect(Struct, frozen=True, array_like=True):
     reasoning: ReasoningFormat | None = None
     controls: tuple[ThinkingControl, ...] = ()
     """What the chat templates read."""
+    documents: bool = False
+    """Whether they show a chat's documents."""

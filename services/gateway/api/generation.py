@@ -34,6 +34,7 @@ WholeKind = Literal["embedding", "pooling", "classification", "score", "generati
 GenerationKind = Literal[
     WholeKind,
     "chat",
+    "cohere",
     "completion",
     "messages",
     "ollama",
@@ -44,7 +45,7 @@ GenerationKind = Literal[
 ]
 """The family of endpoints that a request comes from, as metrics and logs name it."""
 PROMPT_FIELDS = {
-    **dict.fromkeys(("chat", "messages", "ollama"), "messages"),
+    **dict.fromkeys(("chat", "cohere", "messages", "ollama"), "messages"),
     "sglang": "text",
     "tokens": "token_ids",
     **dict.fromkeys(("responses", "decision"), "input"),

@@ -26,6 +26,7 @@ from services.gateway.api.batches.files import UploadFields
 from services.gateway.api.batches.message_batch import MessageBatchFields
 from services.gateway.api.chat import ChatFields
 from services.gateway.api.chat_batch import ChatBatchFields
+from services.gateway.api.cohere.request import CohereChatFields
 from services.gateway.api.completions import CompletionFields
 from services.gateway.api.decisions.request import DecisionFields
 from services.gateway.api.fields.generation import CommonFields
@@ -176,6 +177,7 @@ OPERATIONS = (
     Operation("POST", "/v1/rerank", "The same as /rerank.", RerankFields),
     Operation("POST", "/v2/rerank", "The same as /rerank, as version 2 of Cohere's API has it.", RerankFields),
     Operation("POST", "/v2/embed", "Vectors of texts, as version 2 of Cohere's API has them.", CohereEmbedFields),
+    Operation("POST", "/v2/chat", "A chat, as version 2 of Cohere's API has it.", CohereChatFields, GENERATED),
     Operation("POST", "/v1/files", "Upload the requests of a batch.", UploadFields, form=True),
     Operation("GET", "/v1/files", "The key's files.", parameters=("after", "limit", "order", "purpose")),
     Operation("GET", "/v1/files/{name}", "One of them."),

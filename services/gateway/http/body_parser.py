@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from services.gateway.api.anthropic.request import read_count_tokens, read_messages, read_tool_clearing
 from services.gateway.api.chat import read_chat
 from services.gateway.api.chat_batch import read_chat_batch
+from services.gateway.api.cohere.request import read_cohere_chat
 from services.gateway.api.completions import read_completion
 from services.gateway.api.decisions.request import read_decisions
 from services.gateway.api.errors import RequestError
@@ -141,6 +142,8 @@ def read_body(body: bytes, context: BodyContext) -> Any:
             return read_count_tokens(body, context.cards, context.limits, clear_tools=True)
         case "completion":
             return read_completion(body, context.cards, context.limits)
+        case "cohere":
+            return read_cohere_chat(body, context.cards, context.limits, context.dialect_of)
         case "ollama_chat":
             return read_ollama_chat(body, context.cards, context.limits, context.dialect_of)
         case "ollama_generate":

@@ -26,6 +26,7 @@ from services.gateway.http.apis.audio import AudioEndpoint
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.batches import BatchEndpoints
 from services.gateway.http.apis.chat_batch import ChatBatchEndpoint
+from services.gateway.http.apis.cohere import CohereChatEndpoint
 from services.gateway.http.apis.decisions import DecisionsEndpoint
 from services.gateway.http.apis.files import FileEndpoints
 from services.gateway.http.apis.invocations import InvocationsEndpoint
@@ -36,7 +37,7 @@ from services.gateway.http.apis.responses import ResponsesEndpoint
 from services.gateway.http.apis.sglang import SglangEndpoint
 from services.gateway.http.apis.stored.chats import StoredChatEndpoints
 from services.gateway.http.apis.stored.conversations import ConversationEndpoints
-from services.gateway.http.apis.stored_responses import StoredResponseEndpoints
+from services.gateway.http.apis.stored.responses import StoredResponseEndpoints
 from services.gateway.http.apis.tokens.generate import TokensEndpoint
 from services.gateway.http.apis.tokens.generative_scores import GenerativeScoresEndpoint
 from services.gateway.http.body_parser import BodyParser
@@ -97,6 +98,7 @@ def all_routes(parts: EndpointParts) -> list[Route]:
         *routes.chats(),
         *routes.anthropic(),
         *routes.ollama(),
+        *routes.cohere(),
         *routes.pooling(),
         *routes.files_and_batches(),
         *routes.process(info),
@@ -221,6 +223,10 @@ class _Routes:
             route("POST", "/api/show", models.show, "read-only", OLLAMA),
             route("GET", "/api/version", models.version, "read-only", OLLAMA),
         ]
+
+    def cohere(self) -> list[Route]:
+        """Version 2 of Cohere's chats; its embeddings and reranking are among what reads prompts alone."""
+        return [self._route("POST", "/v2/chat", CohereChatEndpoint(*self._generating), "inference", COHERE, media=True)]
 
     def pooling(self) -> list[Route]:
         """What reads prompts and generates nothing."""

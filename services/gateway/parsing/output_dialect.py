@@ -40,6 +40,8 @@ class OutputDialect(NamedTuple):
     """The plug-ins among them that are to see the model's special tokens."""
     controls: tuple[ThinkingControl, ...] = ()
     """By which variables the chat template can be told how to reason."""
+    documents: bool = False
+    """Whether it shows a chat's documents."""
 
     @property
     def marks(self) -> ThinkingMarks | None:

@@ -45,6 +45,7 @@ class ParserChoice(NamedTuple):
             starts_open=reasoning is not None and reasoning.starts_open,
             see_special_tokens=tuple(seeing),
             controls=detected.controls,
+            documents=detected.documents,
         )
 
     @property

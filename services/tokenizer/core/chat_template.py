@@ -223,7 +223,7 @@ def dialect_of(templates: Mapping[str, str]) -> Dialect:
     tools = next((name for marks, name in TOOL_MARKS if _shown(marks, calls)), None)
     reasoning = next((name for marks, name in REASONING_MARKS if _shown(marks, default) or _shown(marks, calls)), None)
     controls = tuple(name for name in THINKING_CONTROLS if name in default or name in calls)
-    return Dialect(tools if "tools" in calls else None, reasoning, controls)
+    return Dialect(tools if "tools" in calls else None, reasoning, controls, "documents" in default + calls)
 
 
 def _shown(marks: tuple[str, ...], template: str) -> bool:

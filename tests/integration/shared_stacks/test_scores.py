@@ -75,6 +75,18 @@ def test_scores_of_embeddings_are_cosines(ring: RunningStack) -> None:
     assert scores == pytest.approx([wanted[number] for number in order], abs=1e-3)
 
 
+def test_coheres_chats_say_what_openais_say(ring: RunningStack) -> None:
+    asked: Any = {"model": ring.model, "messages": [{"role": "user", "content": QUERY}], "temperature": 0}
+    chat = post(ring, "/v1/chat/completions", **asked, max_tokens=24)
+    with cohere.ClientV2("no key", base_url=ring.url) as client:
+        whole: Any = client.chat(**asked, max_tokens=24)
+        events: list[Any] = list(client.chat_stream(**asked, max_tokens=24))
+    text = "".join(event.delta.message.content.text for event in events if event.type == "content-delta")
+    assert [part.text for part in whole.message.content] == [text] == [chat["choices"][0]["message"]["content"]]
+    assert whole.usage.tokens.input_tokens == chat["usage"]["prompt_tokens"]
+    assert events[-1].delta.usage.tokens == whole.usage.tokens
+
+
 @torch.inference_mode()
 def test_a_cross_encoder_reads_both_texts_at_once(labels: RunningStack, cross_encoder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(cross_encoder)

@@ -15,7 +15,7 @@ from services.gateway.api.responses.events import ResponseEvents
 from services.gateway.api.responses.request import ResponseRequest, continuation
 from services.gateway.http.access import AccessControl
 from services.gateway.http.apis.background import BackgroundResponses
-from services.gateway.http.apis.stored_responses import follow_events
+from services.gateway.http.apis.stored.responses import follow_events
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call, ClientConnection
 from services.gateway.http.generation import GeneratingEndpoint, StreamSettings

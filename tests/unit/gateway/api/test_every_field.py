@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from services.gateway.api.anthropic.request import MessagesFields, read_messages
 from services.gateway.api.chat import ChatFields, read_chat
+from services.gateway.api.cohere.request import CohereChatFields, read_cohere_chat
 from services.gateway.api.completions import CompletionFields, read_completion
 from services.gateway.api.errors import RequestError
 from services.gateway.api.fields.generation import NEUTRAL, WITHOUT_EFFECT, StreamOptionFields
@@ -230,7 +231,31 @@ OLLAMA: dict[str, Case] = {
     "logprobs": Case(True),
     "top_logprobs": Case(1, {"logprobs": True}),
 }
+COHERE: dict[str, Case] = {
+    "model": Case("adapter"),
+    "messages": Case([{"role": "user", "content": "ho"}]),
+    "stream": Case(True),
+    "tools": Case([TOOL]),
+    "strict_tools": Case(True, {"tools": [TOOL]}),
+    "tool_choice": Case("REQUIRED", {"tools": [TOOL]}),
+    "documents": Case(["a"]),
+    "citation_options": Case({"mode": "FAST"}),
+    "response_format": Case({"type": "json_object"}),
+    "safety_mode": Case("STRICT"),
+    "max_tokens": Case(3),
+    "stop_sequences": Case(["x"]),
+    "temperature": Case(0.5),
+    "seed": Case(1),
+    "frequency_penalty": Case(1),
+    "presence_penalty": Case(1),
+    "k": Case(5),
+    "p": Case(0.5),
+    "logprobs": Case(True),
+    "thinking": Case({"type": "disabled"}),
+    "priority": Case(1),
+}
 CASES: dict[type[msgspec.Struct], dict[str, Case]] = {
+    CohereChatFields: COHERE,
     ChatFields: CHAT,
     CompletionFields: COMPLETION,
     StreamOptionFields: {name: Case(True) for name in ("include_usage", "resumable", "include_obfuscation")}
@@ -325,6 +350,10 @@ ENDPOINTS: dict[type[msgspec.Struct], Endpoint] = {
     DetokenizeFields: Endpoint(lambda body: read_detokenize(body, [CARD]), {"tokens": [1]}),
     EmbeddingFields: Endpoint(lambda body: read_embedding(body, [EMBEDS], LIMITS), {"input": "hi"}),
     PoolingFields: Endpoint(lambda body: read_pooling_request(body, [EMBEDS], LIMITS), {"input": "hi"}),
+    CohereChatFields: Endpoint(
+        lambda body: read_cohere_chat(body, [CARD], LIMITS, dialect_of),
+        {"model": "demo", "messages": [{"role": "user", "content": "hi"}]},
+    ),
     CohereEmbedFields: Endpoint(lambda body: read_cohere_embed(body, [EMBEDS], LIMITS), {"texts": ["hi"]}),
     ClassificationFields: Endpoint(lambda body: read_classification(body, [LABELS], LIMITS), {"input": "hi"}),
     MessagesFields: Endpoint(
@@ -343,6 +372,7 @@ ENDPOINTS: dict[type[msgspec.Struct], Endpoint] = {
     RerankFields: Endpoint(lambda body: read_rerank(body, [EMBEDS], LIMITS), {"query": "a", "documents": ["b", "c"]}),
 }
 IDLE: dict[type[msgspec.Struct], frozenset[str]] = {
+    CohereChatFields: frozenset(),
     MessagesFields: frozenset({"cache_control", "metadata"}),
     OllamaChatFields: frozenset({"keep_alive"}),
     OllamaGenerateFields: frozenset({"keep_alive"}),
