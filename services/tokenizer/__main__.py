@@ -8,6 +8,7 @@ from pathlib import Path
 from services.tokenizer.actor import TokenizerActor
 from services.tokenizer.config import TokenizerConfig
 from services.tokenizer.core.chat_template import (
+    IMAGE_BOUND,
     IMAGE_NUMBERED,
     IMAGE_ROW,
     IMAGE_TOKEN,
@@ -50,6 +51,7 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
             tokens[SOUND_TOKEN] = files.tokenizer.id_to_token(image.sound) or ""
         tokens[IMAGE_TOKEN] = image.shown or tokens.get(IMAGE_ROW, "")
         tokens |= {} if image.numbered is None else {IMAGE_NUMBERED: image.numbered}
+        tokens |= {} if image.bounded is None else {IMAGE_BOUND: image.bounded}
     pairs = None if config.score_template is None else score_template(read_template(config.score_template))
     info = tokenizer_info(files, sources.get("default"))
     return PromptEncoder(Vocabulary(files), templates, tokens, config.block_size, pairs, info)

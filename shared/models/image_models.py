@@ -49,6 +49,9 @@ QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneratio
 MINIMAX_M3_VL, LFM3_VL = "MiniMaxM3SparseForConditionalGeneration", "Lfm3VlForConditionalGeneration"
 MISTRAL_LARGE_4 = "MistralLarge4ForConditionalGeneration"
 GLM_5_NEXT, QWEN4_VL = "Glm5NextForConditionalGeneration", "Qwen4ExpForConditionalGeneration"
+VIP_LLAVA, GOT_OCR2 = "VipLlavaForConditionalGeneration", "GotOcr2ForConditionalGeneration"
+LLAVA_NEXT_VIDEO, IDEFICS2 = "LlavaNextVideoForConditionalGeneration", "Idefics2ForConditionalGeneration"
+ARIA, EXAONE_4_5 = "AriaForConditionalGeneration", "Exaone4_5_ForConditionalGeneration"
 IMAGE_ARCHITECTURES = (
     GEMMA,
     LLAVA,
@@ -80,12 +83,16 @@ IMAGE_ARCHITECTURES = (
     MINIMAX_M3_VL,
     GLM_5_NEXT,
     QWEN4_VL,
+    VIP_LLAVA,
+    LLAVA_NEXT_VIDEO,
+    GOT_OCR2,
+    IDEFICS2,
     *QWEN_OMNI,
     QWEN2_AUDIO,
 )
 """Those that are served with their tower, of sight or, of the last one, of hearing, before a language model that
 Baton's own code computes."""
-LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4, AYA_VISION, COHERE2_VISION)
+LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4, AYA_VISION, COHERE2_VISION, ARIA, EXAONE_4_5)
 """The same of those whose language model `transformers` computes."""
 
 DEFAULT_IMAGE_TOKENS = {
@@ -109,6 +116,12 @@ DEFAULT_IMAGE_TOKENS = {
     MINIMAX_M3_VL: 200_025,
     GLM_5_NEXT: 154_854,
     QWEN4_VL: 248_056,
+    VIP_LLAVA: 32_000,
+    LLAVA_NEXT_VIDEO: 32_001,
+    IDEFICS2: 32_001,
+    GOT_OCR2: 151_859,
+    ARIA: 9,
+    EXAONE_4_5: 67,
     **dict.fromkeys(QWEN_OMNI, 151_655),
 }
 """Of an image, as `transformers` has it where a configuration does not say."""
@@ -126,6 +139,8 @@ class ImageModel(Struct, frozen=True):
     behind it, each with an empty line on its outer side."""
     numbered: str | None = None
     """What is written for an image: its `number` in the chat, before its `rows`."""
+    bounded: str | None = None
+    """What stands on both sides of an image, once where two touch, with a space between it and a word behind it."""
     mutual: bool = False
     """Whether an image's tokens see each other."""
     by_library: bool = False
@@ -234,5 +249,9 @@ def read_image_model(folder: Path) -> ImageModel | None:
         images = known_processor(folder, "image_processor", _RawNumbers) or _RawNumbers()
         numbered = "<image_id>{number}</image_id>{rows}" if images.use_image_id else None
         return None if token is None else ImageModel(token, numbered=numbered)
+    if ARIA in raw.architectures or EXAONE_4_5 in raw.architectures:
+        return None if token is None else ImageModel(token, by_library=True)
+    if IDEFICS2 in raw.architectures:
+        return None if token is None else ImageModel(token, bounded="<fake_token_around_image>")
     shown = "<image>" if any(each in raw.architectures for each in (OVIS2, QIANFAN_OCR)) else None
     return None if token is None else ImageModel(token, shown=shown)

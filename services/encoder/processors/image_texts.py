@@ -240,6 +240,34 @@ class MiniMaxText:
         return f"]<]start of image[>[{rows * token}]<]end of image[>["
 
 
+class BoundedText:
+    """Idefics2's: the rows of an image's four quarters and of the whole, with a mark between them, or of the whole
+    alone; the marks on both sides are the tokenizer's to write."""
+
+    settings: Mapping[str, Any] = {}
+
+    def __init__(self, config: Any, name_of: NameOf) -> None:
+        self._rows = int(config.perceiver_config.resampler_n_latents)
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        return "<fake_token_around_image>".join(made["pixel_values"].shape[1] * [self._rows * token])
+
+
+class AriaText:
+    """Aria's: rows alone, of an image that its processor never cuts, whatever its file says."""
+
+    settings: Mapping[str, Any] = {"max_image_size": 980, "split_image": False}
+
+    def __init__(self, config: Any, name_of: NameOf) -> None:
+        self._rows = config.projector_patch_to_query_dict
+        self._side = config.vision_config.patch_size
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`."""
+        return int(self._rows[math.prod(side // self._side for side in made["pixel_values"].shape[-2:])]) * token
+
+
 _QUERIES_OF_A_TILE, _QUERIES_OF_THE_WHOLE = 12**2, 16**2
 """DeepSeek-OCR 2's tower has so many, whatever its configuration says."""
 
@@ -265,5 +293,7 @@ TEXTS: dict[str, Callable[[Any, NameOf], ImageText]] = {
     "minicpmv4_6": MiniCpmText,
     "deepseek_ocr2": DeepseekOcrText,
     "minimax_m3_vl": MiniMaxText,
+    "idefics2": BoundedText,
+    "aria": AriaText,
 }
 """By `model_type` of the model, or else of the tower. Others have nothing but rows for an image."""

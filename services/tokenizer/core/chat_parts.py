@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from services.tokenizer.core.chat_template import (
+    IMAGE_BOUND,
     IMAGE_END,
     IMAGE_MARK,
     IMAGE_NUMBERED,
@@ -36,6 +37,7 @@ class ChatParts:
         self._image, self._image_end = special_tokens.get(IMAGE_TOKEN, ""), special_tokens.get(IMAGE_END, "")
         self._mark, self._image_row = special_tokens.get(IMAGE_MARK), special_tokens.get(IMAGE_ROW, self._image)
         self._numbered = special_tokens.get(IMAGE_NUMBERED, "{rows}")
+        self._bound = special_tokens.get(IMAGE_BOUND, "")
         self._sound = special_tokens.get(SOUND_TOKEN, "")
         self._shown = "images" if SOUND_TOKEN in special_tokens else "images or sounds"
         self._video = special_tokens.get(VIDEO_TOKEN, "")
@@ -69,7 +71,9 @@ class ChatParts:
                 order.append(part)
                 # what templates write may be no token, as Qianfan-OCR's <image>
                 row = self._numbered.format(number=number, rows=self._image_row)
-                return row if self._mark is None else f"\n\n{self._mark}{row}{self._image_end}\n\n"
+                if self._mark is not None:
+                    return f"\n\n{self._mark}{row}{self._image_end}\n\n"
+                return f"{self._bound}{row}{self._bound}"
             if found.lastgroup == "sound":
                 order.append(next(sounds, -1))
                 return found[0]
@@ -80,6 +84,9 @@ class ChatParts:
         placed = self._pattern(chat).sub(stands_for, text)
         if sorted(order) != list(range(len(chat.embeds))):
             raise self._not_shown(chat)
+        if chat.images and self._bound:
+            placed = placed.replace(2 * self._bound, self._bound)
+            placed = re.sub(rf"{re.escape(self._bound)}(?=[^\s<])", f"{self._bound} ", placed)
         return placed, order
 
     def _pattern(self, chat: ChatPrompt) -> re.Pattern[str]:

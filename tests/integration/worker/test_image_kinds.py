@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from services.encoder.image_process import DecodedImage, DecodingRequest, decode_image
 from services.encoder.processors.merged_patches import minimax_processor
@@ -32,17 +33,20 @@ from tests.support.models.image_kinds import IMAGE_KINDS
 from tests.support.models.pillow_processor import pillow_processor
 from tests.support.models.tiny_images import ImageModel, picture
 from tests.support.models.tiny_kimi_vision import MOST, MOST_OF_A_SIDE, PATCH
+from tests.support.models.tiny_llava_like import make_llava_like_model
 from tests.support.models.tiny_minicpm_v import make_minicpm_model
 from tests.support.models.tiny_models import TinyModel
 from tests.support.models.tiny_newest import KINDS, make_newest_model
 from tests.support.worker.image_chats import ImageChat
 from tests.support.worker.tiny_backend import tiny_backend
 
+AS_OTHERS = ("vip-llava", "llava-next-video")
+"""Whose language model other kinds have, too, and whose images are runs of rows alone."""
 BEFORE_STATES = ("lfm2", "lfm3", "minicpm", "glm-5-next", "qwen4")
 """Whose language model has states."""
 SLOW = ("mistral-large-4", "glm-5-next", "qwen4")
 """Of the library's reference, which chooses keys token by token."""
-SHORT = ("glm-ocr", "paddle-ocr", "video-llama3", "minimax-m3")
+SHORT = ("glm-ocr", "paddle-ocr", "video-llama3", "minimax-m3", "exaone4.5")
 """Whose second chat has fewer tokens."""
 HANDED_OVER = {"mistral-large-4": "[IMG]", "glm-5-next": "<|image|>", "minimax-m3": "]<]image[>["}
 """What stands for an image, of kinds whose whole stack would be one that others have (tests/integration/cluster)."""
@@ -58,7 +62,10 @@ def directory() -> Iterator[Path]:
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "speculative")
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=pytest.mark.extras if "-ocr" in kind or kind in SLOW else ()) for kind in IMAGE_KINDS],
+    [
+        pytest.param(kind, marks=pytest.mark.extras if "-ocr" in kind or kind in (*SLOW, *AS_OTHERS) else ())
+        for kind in IMAGE_KINDS
+    ],
 )
 def test_greedy_text_and_logits_are_the_librarys(
     kind: str, tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,11 +82,9 @@ def test_greedy_text_and_logits_are_the_librarys(
         check_handed_over(model, HANDED_OVER[kind], directory)
 
 
-def check_handed_over(model: ImageModel, written: str, directory: Path) -> None:
-    """Chats as the tokenizer makes prompts of them, with the rows that the encoder makes, computed by one engine and
-    decoded by another."""
-    encoding = load(TokenizerConfig(model=str(model.path)), model.path)
-    tower, store = ImageTower(model.path), store_in(directory, 64 << 20, Clock())
+def routing(model: ImageModel) -> Callable[[ImageChat], Route | RequestRejected]:
+    """What the tokenizer makes of chats, with the rows that the encoder makes."""
+    encoding, tower = load(TokenizerConfig(model=str(model.path)), model.path), ImageTower(model.path)
 
     def route(chat: ImageChat) -> Route | RequestRejected:
         rows = [tower.encode(decode_image(DecodingRequest(each))) for each in chat.images]  # type: ignore[arg-type]
@@ -97,6 +102,13 @@ def check_handed_over(model: ImageModel, written: str, directory: Path) -> None:
         )
         return encoding.route(message, prompt)
 
+    return route
+
+
+def check_handed_over(model: ImageModel, written: str, directory: Path) -> None:
+    """Chats as the tokenizer makes prompts of them, with the rows that the encoder makes, computed by one engine and
+    decoded by another."""
+    route, store = routing(model), store_in(directory, 64 << 20, Clock())
     prefill, decode = (
         RealEngine(name, model, store, directory, kv_memory_bytes=16 << 20) for name in ("prefill", "decode")
     )
@@ -156,14 +168,38 @@ def test_images_of_qwen4_are_refused_where_a_part_is_chosen(tmp_path: Path) -> N
         tiny_backend(path, max_model_len=47, prompt_embeds=True)
 
 
-@pytest.mark.parametrize("kind", ["mistral-large-4", "glm-5-next", "qwen4", "minimax-m3"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("mistral-large-4", "glm-5-next", "qwen4", "minimax-m3"),
+        *("VipLlava", "LlavaNextVideo", "GotOcr2", "Idefics2", "Aria", "Exaone4_5_"),
+    ],
+)
 def test_who_names_no_token_of_an_image_has_the_librarys(kind: str, tmp_path: Path) -> None:
-    config = KINDS[kind].config()
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [KINDS[kind].architecture]}))
+    if kind in KINDS:
+        config, architecture = KINDS[kind].config(), KINDS[kind].architecture
+    else:
+        config, architecture = getattr(transformers, f"{kind}Config")(), f"{kind}ForConditionalGeneration"
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     images = read_image_model(tmp_path)
     assert images is not None
     assert images.token_id == config.image_token_id
     assert read_video_model(tmp_path) is None
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_marks_around_images_of_idefics2_are_the_librarys(splits: bool, tmp_path: Path) -> None:
+    """Once between images that touch, with a space before a word behind them, in four quarters and not."""
+    model = make_llava_like_model(tmp_path, "idefics2", splits=splits)
+    flat, tall, route = picture(0, (150, 40)), picture(1, (60, 300)), routing(model)
+    for parts in (
+        ("What is", flat, "there?"),
+        (flat, tall, " and ", flat, "\nand", tall, "<b>"),
+        ("No image at all.",),
+    ):
+        routed = route(ImageChat(*parts))
+        assert isinstance(routed, Route)
+        assert unpack(routed.generation.tokens) == ImageChat(*parts).prompt(model)[0]
 
 
 def test_images_of_minicpm_may_have_no_numbers(tmp_path: Path) -> None:

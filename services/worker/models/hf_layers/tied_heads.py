@@ -11,6 +11,7 @@ from msgspec import Struct
 from shared.models.image_models import (
     DEEPSEEK_VL,
     GEMMA,
+    GOT_OCR2,
     KIMI_K2_5,
     LFM2_VL,
     LFM3_VL,
@@ -25,7 +26,7 @@ _LFM2 = "tie_embedding"
 """Another name of it, of LFM2, which comes first."""
 _BY_DEFAULT = (
     *(GEMMA, MISTRAL3, "InternVLForConditionalGeneration", *KIMI_K2_5, LFM2_VL, LFM3_VL, *DEEPSEEK_VL, OVIS2),
-    *(LIGHTON_OCR, PADDLE_OCR),
+    *(LIGHTON_OCR, PADDLE_OCR, GOT_OCR2),
 )
 """Those whose head is the embedding where nothing is said of the whole."""
 
