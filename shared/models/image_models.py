@@ -92,6 +92,9 @@ IMAGE_ARCHITECTURES = (
 )
 """Those that are served with their tower, of sight or, of the last one, of hearing, before a language model that
 Baton's own code computes."""
+MLLAMA = "MllamaForConditionalGeneration"
+NESTING_ARCHITECTURES = (*IMAGE_ARCHITECTURES, MLLAMA)
+"""Those whose configuration has that of a language model in it which Baton's own code computes."""
 LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4, AYA_VISION, COHERE2_VISION, ARIA, EXAONE_4_5)
 """The same of those whose language model `transformers` computes."""
 
@@ -202,7 +205,8 @@ def known_config(folder: Path, kind: type[_R]) -> _R | None:
 def nests_language_model(folder: Path) -> bool:
     """Whether the tensors of the model in `folder` are named as those of a language model within another one."""
     raw = known_config(folder, _RawArchitectureNames)
-    return raw is not None and any(map(_ARCHITECTURES.__contains__, raw.architectures))
+    nesting = (*NESTING_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES)
+    return raw is not None and any(map(nesting.__contains__, raw.architectures))
 
 
 def hears_alone(folder: Path) -> bool:

@@ -31,7 +31,8 @@ class Architecture(NamedTuple):
 
 
 NAS = "nemotron-nas"
-"""The checkpoint that has a module of its own."""
+MLLAMA = "mllama"
+"""The checkpoints that have a module of their own."""
 ARCHITECTURES = (
     Architecture("Llama", True, "llama"),
     Architecture("Mistral", True, "mistral"),
@@ -40,6 +41,7 @@ ARCHITECTURES = (
     Architecture("Gemma 2", True, "gemma2"),
     Architecture("Gemma 3", True, "gemma3"),
     Architecture("Nemotron-NAS", True, NAS),
+    Architecture("Llama 3.2 Vision", True, MLLAMA),
     Architecture("Mixtral", True, "mixtral"),
     Architecture("Qwen2-MoE", True, "qwen2-moe"),
     Architecture("Qwen3-MoE", True, "qwen3-moe"),

@@ -288,6 +288,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Queries, and keys, are RMS-normed over all heads together before rotation (Olmo 2 and later)."""
     alibi: bool = False
     """A score falls with the distance, by a slope of each head's (arXiv:2108.12409)."""
+    further_words: int = 0
+    """Rows of the embedding behind those of the vocabulary, of tokens that only stand for images (Mllama)."""
     normed_head: bool = False
     """Rows of the head are taken with length 1 (Baichuan 2)."""
     layer_norms: bool = False

@@ -35,7 +35,7 @@ from services.worker.models.published.configs import PUBLISHED, published_config
 from services.worker.models.states.reading.readers import STATE_READERS
 from services.worker.models.weight_files import has_head_tensor
 from services.worker.ops.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, ActivationName
-from shared.models.image_models import IMAGE_ARCHITECTURES
+from shared.models.image_models import NESTING_ARCHITECTURES
 
 _T = TypeVar("_T")
 
@@ -120,7 +120,7 @@ _NO_LAYER_TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM
 """Their layers are alike, whatever `layer_types` says."""
 
 _READERS = {**STATE_READERS, **COMPRESSED_READERS}
-_NESTING = tuple(each for each in IMAGE_ARCHITECTURES if each not in _READERS)
+_NESTING = tuple(each for each in NESTING_ARCHITECTURES if each not in _READERS)
 
 _OTHER_TENSORS = ("exaone",)
 """Model types whose tensors have other names than those of their architecture."""

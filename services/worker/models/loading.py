@@ -201,7 +201,8 @@ class _Loader:
 
     def _words(self, name: str) -> Matrix:
         """This rank's words of a table, padded to as many as every rank has."""
-        shape = (self._config.vocab_size, self._config.hidden_size)
+        words = self._config.vocab_size + (self._config.further_words if name == self._names.embedding else 0)
+        shape = (words, self._config.hidden_size)
         table = self._matrices.read(name, shape, rows=self._share.vocab).to(self._device)
         return padded(table, self._share.padded_vocab)
 

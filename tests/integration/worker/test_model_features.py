@@ -21,12 +21,13 @@ from services.worker.models.config import ModelError
 from services.worker.models.lora.slots import LoraSettings
 from shared.ids import EngineId, ModelName
 from shared.messages.generation import Grammar
-from tests.architecture.model_matrix import CELLS, NAS, REFUSED, Architecture, Cell, ModelFeature
+from tests.architecture.model_matrix import CELLS, MLLAMA, NAS, REFUSED, Architecture, Cell, ModelFeature
 from tests.support.engines.real_engine import RealEngine, asked, right
 from tests.support.kv.arenas import Clock, new_directory, remove, store_in
 from tests.support.models.library_models import library_model
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_adapters import linear_layers, peft_adapter, write_adapter
+from tests.support.models.tiny_mllama import make_mllama
 from tests.support.models.tiny_models import VOCABULARY, TinyModel, make_model
 from tests.support.models.tiny_nas import make_nas
 from tests.support.models.tiny_tokenizers import letters
@@ -62,6 +63,10 @@ ADAPTED = {
         *(f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")),
         *("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"),
         *(f"shared_expert.{part}_proj" for part in ("gate", "up", "down")),
+    ),
+    "mllama": (
+        *(f"language_model.layers.{layer}.self_attn.{part}_proj" for layer in (0, 2, 4) for part in ("q", "v", "o")),
+        *("cross_attn.q_proj", "cross_attn.k_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
     ),
     "mistral-large-4": (
         *("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj"),
@@ -100,6 +105,8 @@ class Bench:
 def make_row(architecture: Architecture, folder: Path) -> TinyModel:
     if architecture.checkpoint == NAS:
         return with_letters(make_nas(folder))
+    if architecture.checkpoint == MLLAMA:
+        return with_letters(make_mllama(folder))
     make = make_model if architecture.native else library_model
     # Two ranks share the heads of delta nets' keys in whole groups.
     even = (

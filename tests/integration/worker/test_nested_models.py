@@ -20,6 +20,7 @@ from services.worker.models.hf_layers.llava import language_model
 from services.worker.models.hf_layers.multi_axis import multi_axis_language_model
 from tests.support.models.library_models import library_model
 from tests.support.models.quantised_files import PACKED, compressed
+from tests.support.models.tiny_mllama import make_mllama
 from tests.support.models.tiny_models import VOCABULARY, TinyModel
 from tests.support.worker.library_situations import check_mixed_batch, check_resumed_sequences
 from tests.support.worker.plan_driver import Driver
@@ -104,6 +105,16 @@ def test_minimax_m3_as_it_is_published(tmp_path: Path, recorded: list[Tensor]) -
     card: Any = backend.card
     assert card.images == 64
     agrees(model, recorded)
+
+
+def test_texts_of_llama_3_2_vision(tmp_path: Path, recorded: list[Tensor]) -> None:
+    """Layers that attend to images are left out, and those between them have the checkpoint's numbers."""
+    model = make_mllama(tmp_path)
+    agrees(model, recorded)
+    backend = native(model)
+    check_mixed_batch(model, backend)
+    backend.reset()
+    check_resumed_sequences(model, backend)
 
 
 def as_published(model: TinyModel) -> None:

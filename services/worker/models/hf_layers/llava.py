@@ -24,6 +24,7 @@ from shared.models.image_models import (
     MINIMAX_M3_VL,
     MISTRAL3,
     MISTRAL_LARGE_4,
+    MLLAMA,
     OVIS2,
     QIANFAN_OCR,
     QWEN4_VL,
@@ -59,6 +60,7 @@ _OWN_MODELS = {
     GLM_5_NEXT: {"glm5_next_text": "Glm5NextForCausalLM"},
     MINIMAX_M3_VL: {"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
     LFM3_VL: {"lfm3": "Lfm3ForCausalLM"},
+    MLLAMA: {"mllama_text_model": "MllamaForCausalLM"},
     LFM2_VL: {"lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM"},
 }
 """Those of others, by the architecture of the whole."""
@@ -98,6 +100,15 @@ LANGUAGE_MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
         "max_position_embeddings": 32768,
+    },
+    "mllama_text_model": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
     },
     "deepseek_ocr2_text": {
         "vocab_size": 102400,

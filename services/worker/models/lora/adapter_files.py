@@ -230,6 +230,8 @@ def _native_modules(path: Path, file: Any, config: ModelConfig) -> _Halves:
         if match := names.of_module.fullmatch(known):
             layer, projection, half, head, head_half, _, embedding_half = match.groups()
             numbers = config.layers_of_block(int(layer or 0))
+            if not numbers and layer is not None and int(layer) < config.num_blocks:
+                continue  # a text does not pass it, as Mllama's layers that attend to images
             if not numbers:
                 raise ModelError(f"{path}: layer {layer} of {projection}; the model has {config.num_blocks} layers")
             projection = _module_of(config, numbers, int(layer or 0), projection)

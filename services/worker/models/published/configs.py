@@ -34,6 +34,7 @@ from services.worker.models.published.mixtures import (
     sarvam,
     sarvam_latent,
 )
+from services.worker.models.published.mllama import MLLAMA_TEXT, mllama
 from services.worker.models.published.nas import NEMOTRON_NAS, nemotron_nas
 from services.worker.models.published.norms import ouro, plamo_3
 from services.worker.models.published.qwen import QWEN4, qwen4
@@ -425,5 +426,6 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     MINISTRAL_3: ministral,
     MISTRAL_4: mistral_small,
     QWEN4: qwen4,
+    MLLAMA_TEXT: mllama,
 }
 """Who reads the configuration of which architecture."""
