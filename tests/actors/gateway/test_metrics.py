@@ -68,9 +68,12 @@ async def test_who_asks_at_once_gets_the_same_page_and_the_loop_is_nobodys_alone
 ) -> None:
     made: list[int] = []
     make = stack.gateway.peers.own_metrics_page
-    monkeypatch.setattr(
-        stack.gateway.peers, "own_metrics_page", lambda kind: made.append(threading.get_ident()) or make(kind)
-    )
+
+    def noted(openmetrics: bool) -> bytes:
+        made.append(threading.get_ident())
+        return make(openmetrics)
+
+    monkeypatch.setattr(stack.gateway.peers, "own_metrics_page", noted)
     pages = await asyncio.gather(*(page(stack) for _ in range(20)))
     assert len({text for _, text in pages}) == len(made) < 10
     assert threading.main_thread().ident not in made
