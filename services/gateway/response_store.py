@@ -6,13 +6,14 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-from services.gateway.api.errors import RequestError, abbreviated
+from services.gateway.api.errors import RequestError, abbreviated, invalid
+from services.gateway.api.responses.item_references import MAX_REFERENCED, response_of, unknown_item
 from services.gateway.api.responses.written_items import written_items
 from services.gateway.conversations.conversation_store import ConversationLimits, ConversationStore
 from services.gateway.database.oldest_first import OldestFirst, RecordLimits
@@ -146,6 +147,37 @@ class ResponseStore:
             text = f"{field}: {abbreviated(id)} is {stored.status}; one that is completed or incomplete is allowed"
             raise RequestError(400, text, param=field)
         return msgspec.json.encode([*msgspec.json.decode(items), *stored.response["output"]])
+
+    async def referenced(self, ids: Sequence[str], owner: str) -> bytes:
+        """Returns stored items by their ids, as a JSON object. Raises RequestError: 404 where one is not there, 400
+        where too much is to be looked through for them."""
+        found: dict[str, Any] = {}
+        left = MAX_REFERENCED
+        for response in dict.fromkeys(map(response_of, ids)):
+            wanted = {id for id in ids if response_of(id) == response}
+            if response is not None:
+                left -= await self._find_items(response, owner, wanted, found, left)
+            if missing := wanted - found.keys():
+                raise unknown_item(min(missing))
+        return msgspec.json.encode(found)
+
+    async def _find_items(self, response: str, owner: str, wanted: set[str], found: dict[str, Any], most: int) -> int:
+        """Adds the items of a response that are `wanted` to `found`; how many bytes it has looked through for them."""
+        try:
+            _, stored = await self.find(response, owner)
+            found |= {item["id"]: item for item in stored.response["output"] if item["id"] in wanted}
+            if wanted <= found.keys():
+                return 0
+            if stored.items_size > most:
+                rule = f"the responses that are referred to have more than {MAX_REFERENCED} bytes of items"
+                raise invalid("input", f"{rule}; go on from one by previous_response_id")
+            items = written_items(await self.items(response, stored))
+        except RequestError as error:
+            if error.status == 404:
+                return 0
+            raise
+        found |= {item.id: item.json for item in items if item.id in wanted}
+        return stored.items_size
 
     async def conversation(self, id: str, owner: str) -> bytes:
         """Returns what goes on in a conversation begins with: its items, as a JSON array. Raises RequestError: 404

@@ -43,6 +43,7 @@ from services.gateway.api.responses.conversation import (
     read_conversation_items,
     read_conversation_update,
 )
+from services.gateway.api.responses.item_references import read_item_references
 from services.gateway.api.responses.request import read_input_tokens, read_responses
 from services.gateway.api.sglang.request import read_sglang
 from services.gateway.api.tokens.generative_scores import read_generative_scores
@@ -81,6 +82,7 @@ BodyKind = Literal[
     "count_tokens",
     "count_tokens_cleared",
     "input_tokens",
+    "item_references",
     "messages_cleared",
     "ollama_chat",
     "ollama_generate",
@@ -101,6 +103,8 @@ class BodyContext(Struct, frozen=True):
     """The format of each model's tool calls and reasoning; None: outputs are not parsed."""
     history: bytes | None = None
     """The items of the stored response that the body goes on from."""
+    referenced: bytes | None = None
+    """Those that it refers to, a JSON object by their ids."""
 
     @property
     def dialect_of(self) -> Callable[[ModelName], OutputDialect] | None:
@@ -133,9 +137,13 @@ def read_body(body: bytes, context: BodyContext) -> Any:
         case "tool_clearing":
             return read_tool_clearing(body)
         case "responses":
-            return read_responses(body, context.cards, context.limits, context.dialect_of, context.history)
+            stored = (context.history, context.referenced)
+            return read_responses(body, context.cards, context.limits, context.dialect_of, *stored)
         case "input_tokens":
-            return read_input_tokens(body, context.cards, context.limits, context.dialect_of, context.history)
+            stored = (context.history, context.referenced)
+            return read_input_tokens(body, context.cards, context.limits, context.dialect_of, *stored)
+        case "item_references":
+            return read_item_references(body)
         case "count_tokens":
             return read_count_tokens(body, context.cards, context.limits)
         case "count_tokens_cleared":
@@ -219,18 +227,21 @@ class BodyParser:
         self._idle: list[Process] = []
         self._slots = asyncio.Semaphore(MAX_PROCESSES)
 
-    async def read(self, kind: BodyKind, body: bytes, history: bytes | None = None) -> Any:
-        """Returns the request that a body makes; `history`: see `BodyContext`. Raises RequestError, 503 where no
-        process is free in time."""
+    async def read(
+        self, kind: BodyKind, body: bytes, history: bytes | None = None, referenced: bytes | None = None
+    ) -> Any:
+        """Returns the request that a body makes; `history`, `referenced`: see `BodyContext`. Raises RequestError, 503
+        where no process is free in time."""
         context = self._context_of(kind)
-        asked = await self._read(body, context, history)
+        if history is not None or referenced is not None:
+            context = replace(context, history=history, referenced=referenced)
+        asked = await self._read(body, context)
         _check_rest(body, context.limits, asked)
         return asked
 
-    async def _read(self, body: bytes, context: BodyContext, history: bytes | None) -> Any:
-        if history is not None:
-            context = replace(context, history=history)
-        if not self._beside or (is_small(body) and (history is None or is_small(history))):
+    async def _read(self, body: bytes, context: BodyContext) -> Any:
+        parts = (body, context.history or b"", context.referenced or b"")
+        if not self._beside or all(map(is_small, parts)):
             return read_body(body, context)
         try:
             async with asyncio.timeout(QUEUE_TIMEOUT):

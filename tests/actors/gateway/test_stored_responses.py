@@ -31,7 +31,7 @@ def last_messages(*stacks: GatewayStack) -> list[Any]:
     """The chat that the last of these gateways asked for, whichever ring has it."""
     gateway = stacks[-1].gateway.instance
     seen = [each for stack in stacks for each in stack.ring.seen if isinstance(each, Tokenize)]
-    [prompt] = [each.prompt for each in seen if each.gateway == gateway]
+    [prompt] = [each.prompt for each in seen if each.gateway == gateway][-1:]
     assert isinstance(prompt, ChatPrompt)
     messages: list[Any] = msgspec.json.decode(prompt.messages)
     return messages
@@ -67,6 +67,35 @@ async def test_a_response_is_found_again_and_goes_on_at_another_gateway(memory_b
         assert len({item.id for item in items}) == 5
         newest = await other.openai.responses.input_items.list(third.id, limit=1)
         assert (newest.data[0].id, newest.has_more) == (items[-1].id, True)
+
+
+async def test_items_are_referred_to_by_their_ids(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    settings: Any = {"api_keys": ("key-1", "key-2"), "database_file": tmp_path / "database.sqlite"}
+    async with gateway_stack(memory_bus, **settings) as stack:
+        first = await create(stack, input="one")
+        stream = await create(stack, input="two", previous_response_id=first.id, stream=True)
+        second = [event async for event in stream][-1].response
+        items = [item.id async for item in stack.openai.responses.input_items.list(second.id, order="asc")]
+        assert items[1] == first.output[0].id
+        asked: Any = [{"type": "item_reference", "id": items[0]}, {"id": second.output[0].id}]
+        counted = await stack.openai.responses.input_tokens.count(
+            model=MODEL, input=[*asked, {"role": "user", "content": "x"}]
+        )
+        assert counted.input_tokens
+        third = await create(stack, input=[*asked, {"role": "user", "content": "three"}])
+        assert [each["content"] for each in last_messages(stack)] == ["one", said(8), "three"]
+        kept = [item.id async for item in stack.openai.responses.input_items.list(third.id, order="asc")]
+        assert kept[:2] == [items[0], second.output[0].id]
+        twice: Any = [{"type": "item_reference", "id": items[1]}]
+        with pytest.raises(openai.BadRequestError, match="Duplicate item") as bad:
+            await create(stack, input=twice, previous_response_id=first.id)
+        assert bad.value.param == "input[0].id"
+        stranger = stack.openai.with_options(api_key="key-2").responses
+        unknown: Any = [{"type": "item_reference", "id": "msg_1"}]
+        for refused in (create(stack, input=unknown), stranger.create(model=MODEL, input=asked)):
+            with pytest.raises(openai.NotFoundError, match="not found") as gone:
+                await refused
+            assert gone.value.param == "input"
 
 
 async def test_a_stored_response_has_an_id_of_its_own(stack: GatewayStack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import msgspec
@@ -81,4 +82,4 @@ def _checked(items: list[Item]) -> list[Item]:
     if len(items) > MAX_NEW_ITEMS:
         raise invalid("items", f"{len(items)} items are not allowed; at most {MAX_NEW_ITEMS} in one call")
     add_items(items, "items", Turns())
-    return numbered(items)
+    return numbered(items, secrets.token_hex(24))

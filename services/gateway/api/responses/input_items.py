@@ -5,7 +5,6 @@ What a model writes in one turn is several items: reasoning, a text, calls of to
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from services.gateway.api.embeds.images import foreign_image, read_detail
@@ -16,6 +15,7 @@ Item = dict[str, Any]
 Message = dict[str, Any]
 
 MAX_ITEMS = 16_384
+ASKED = 0x8000
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -35,15 +35,22 @@ def add_items(items: list[Item], field: str, turns: Turns) -> None:
         _read(item, f"{field}[{i}]", turns)
 
 
-def numbered(given: str | list[Item]) -> list[Item]:
-    """Returns a checked input as it is stored: each item has an id, a type, a status, and parts for its content."""
+def item_id(prefix: str, response: str, place: int) -> str:
+    """Returns the id of the item that a response has at a place of its output, or, `ASKED` places behind, of its input.
+    `response`: its id, or what that has in it."""
+    return f"{prefix}_{response.removeprefix('resp_')}{place:04x}"
+
+
+def numbered(given: str | list[Item], response: str) -> list[Item]:
+    """Returns a checked input as it is stored: each item has an id, a type, a status, and parts for its content.
+    `response`: what it is part of."""
     items: list[Item] = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return [_numbered(item) for item in items]
+    return [_numbered(item, response, ASKED + i) for i, item in enumerate(items)]
 
 
-def _numbered(item: Item) -> Item:
+def _numbered(item: Item, response: str, place: int) -> Item:
     kind = item.get("type") or "message"
-    named = {**item, "type": kind, "id": item.get("id") or f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"}
+    named = {**item, "type": kind, "id": item.get("id") or item_id(_PREFIXES[kind], response, place)}
     named["status"] = item.get("status") or "completed"
     if kind == "message" and isinstance(text := item["content"], str):
         answered = item["role"] == "assistant"

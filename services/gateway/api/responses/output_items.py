@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from hashlib import blake2b
 from typing import Any, Literal, assert_never, get_args
 
 from services.gateway.api.chat import NewId, repeatable_ids
 from services.gateway.api.custom_tools.custom_input import CustomInput
 from services.gateway.api.logprobs import chat_logprobs
+from services.gateway.api.responses.input_items import item_id
 from services.gateway.api.responses.tools import CallKind, CallTarget
 from services.gateway.parsing.events import (
     ContentText,
@@ -45,7 +45,7 @@ class OutputItem:
     def __init__(self, kind: ItemKind, index: int, response: str, named: dict[str, str]) -> None:
         """`index`: its number in the output of `response`. `named`: the name, namespace and id of a call."""
         self.kind: ItemKind = kind
-        self.id = f"{_PREFIXES[kind]}_{blake2b(f'{response}/{index}'.encode(), digest_size=16).hexdigest()}"
+        self.id = item_id(_PREFIXES[kind], response, index)
         self._index, self._named = index, named
         self._status: ItemStatus = "in_progress"
         self._pieces: list[str] = []
@@ -129,7 +129,7 @@ class OutputItems:
     def __init__(self, options: ParserOptions | None) -> None:
         """`options`: how the output is read; None: it is nothing but text."""
         self.parser = OutputParser(options or ParserOptions(OutputDialect()))
-        self.name = secrets.token_hex(16)
+        self.name = secrets.token_hex(24)
         """The response's id, so that items have the same ids where another gateway makes them again."""
         self.targets: Mapping[str, CallTarget] = {}
         """What the client calls functions, but for plain ones."""

@@ -5,6 +5,7 @@ Unknown fields are refused by name, as an answer without their effect would not 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +26,7 @@ from services.gateway.api.fields.metadata import check_metadata
 from services.gateway.api.fields.reasoning_effort import REASONING_EFFORTS
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
 from services.gateway.api.responses.input_items import Item, Turns, add_items, is_developers, is_unfinished, numbered
+from services.gateway.api.responses.item_references import resolved
 from services.gateway.api.responses.tools import chat_tool_choice, chat_tools
 from services.gateway.api.structured_outputs import ResponseFormat, StructuredOutputs
 from services.gateway.parsing.output_dialect import OutputDialect
@@ -175,6 +177,8 @@ class ResponseRequest(Struct, frozen=True):
     """How many of them, the last ones, the request itself brings."""
     background: bool
     """Whether it is generated without its client."""
+    identity: str
+    """The response's id, which those of its items have in them."""
 
     @property
     def conversation(self) -> str | None:
@@ -239,9 +243,11 @@ def read_responses(
     limits: RequestLimits,
     dialect_of: Callable[[ModelName], OutputDialect] | None,
     history: bytes | None = None,
+    referenced: bytes | None = None,
 ) -> ResponseRequest:
     """Reads and checks a body of `/v1/responses`; see `read_chat`. `history`: the items that it goes on from, a JSON
-    array; None where it names no response that is stored. Raises RequestError."""
+    array; None where it names no response that is stored. `referenced`: those that it refers to, a JSON object by their
+    ids. Raises RequestError."""
     fields = decode_body(body, _decoder)
     card = check_generates(choose_model(fields.model, cards))
     _check(fields)
@@ -250,16 +256,21 @@ def read_responses(
     if fields.previous_response_id is not None and history is None:
         raise unsupported("previous_response_id", "going on from a stored response where nothing is stored")
     earlier: list[Item] = [] if history is None else msgspec.json.decode(history)
+    if isinstance(fields.input, list):
+        known: dict[str, Item] = {} if referenced is None else msgspec.json.decode(referenced)
+        fields.input = resolved(fields.input, known, earlier)
     dialect = OutputDialect() if dialect_of is None else dialect_of(card.name)
     try:
         chat = _chat_fields(fields, earlier, dialect, limits.efforts)
         generation = chat_request(chat, cards, limits, dialect_of, kind="responses")
     except RequestError as error:
         raise _in_their_words(error) from None
-    added, items = numbered(fields.input), b""
+    identity = secrets.token_hex(24)
+    added, items = numbered(fields.input, identity), b""
     if fields.store is not False or fields.conversation is not None:
         items = msgspec.json.encode([*earlier, *added])
-    return ResponseRequest(generation, _echoed(fields), fields.store, items, len(added), bool(fields.background))
+    asked = (_echoed(fields), fields.store, items, len(added), bool(fields.background))
+    return ResponseRequest(generation, *asked, f"resp_{identity}")
 
 
 def read_input_tokens(
@@ -268,6 +279,7 @@ def read_input_tokens(
     limits: RequestLimits,
     dialect_of: Callable[[ModelName], OutputDialect] | None,
     history: bytes | None = None,
+    referenced: bytes | None = None,
 ) -> GenerationRequest:
     """Reads a body of `/v1/responses/input_tokens`, which has of the fields of `/v1/responses` those that make the
     prompt: a request with the prompt to be counted, which is not generated. Raises RequestError."""
@@ -275,7 +287,7 @@ def read_input_tokens(
     for name in given:
         if name not in _COUNTED:
             raise invalid(abbreviated(name)[1:-1], f"this field is not known; {', '.join(_COUNTED)} are")
-    return read_responses(body, cards, limits, dialect_of, history).generation
+    return read_responses(body, cards, limits, dialect_of, history, referenced).generation
 
 
 def _check_conversation(fields: ResponsesFields, history: bytes | None) -> None:

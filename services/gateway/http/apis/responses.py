@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from typing import Any
 
@@ -12,6 +11,7 @@ from services.gateway.api.errors import RequestError, invalid, unsupported
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
 from services.gateway.api.responses.events import ResponseEvents
+from services.gateway.api.responses.item_references import may_refer
 from services.gateway.api.responses.request import ResponseRequest, continuation
 from services.gateway.http.access import AccessControl
 from services.gateway.http.apis.background import BackgroundResponses
@@ -92,8 +92,8 @@ class ResponsesEndpoint(GeneratingEndpoint):
         generation = self._admitted(call, asked.generation)
         generation = await self._table.images.filled(generation)
         details = await call.unless_left(self._table.tokenizer.prompt_details(generation))
-        identity, own = f"resp_{secrets.token_hex(24)}", generation.request_id or ""
-        header = ResponseHeader("responses", identity, int(time.time()), generation.served_name, shown_id=own)
+        own = generation.request_id or ""
+        header = ResponseHeader("responses", asked.identity, int(time.time()), generation.served_name, shown_id=own)
         self._log(call, generation, header)
         if self._background is not None and asked.background:
             queued = await self._background.start(call, body, asked, generation, header)
@@ -128,7 +128,8 @@ class ResponsesEndpoint(GeneratingEndpoint):
         """What the body asks for, and the body. Raises RequestError."""
         with self._table.arriving():
             body = await call.body()
-            asked: ResponseRequest = await self._parser.read("responses", body, await self._history(call, body))
+            stored_items = (await self._history(call, body), await self._referenced(call, body))
+            asked: ResponseRequest = await self._parser.read("responses", body, *stored_items)
         if asked.store and self._store is None:
             raise unsupported("store", "true where nothing is stored")
         stored = self._store is not None and asked.store is not False
@@ -149,13 +150,20 @@ class ResponsesEndpoint(GeneratingEndpoint):
             return await self._store.conversation(found.conversation, call.key.name)
         return None
 
+    async def _referenced(self, call: Call, body: bytes) -> bytes | None:
+        """The stored items that a body refers to. Raises RequestError."""
+        if self._store is None or not may_refer(body):
+            return None
+        ids: list[str] = await self._parser.read("item_references", body)
+        return await self._store.referenced(ids, call.key.name) if ids else None
+
     async def input_tokens(self, call: Call) -> None:
         """`/v1/responses/input_tokens`: how many tokens the prompt has; of an image an encoder says it. Raises
         RequestError."""
         with self._table.arriving():
             body = await call.body()
-            history = await self._history(call, body)
-            generation: GenerationRequest = await self._parser.read("input_tokens", body, history)
+            stored_items = (await self._history(call, body), await self._referenced(call, body))
+            generation: GenerationRequest = await self._parser.read("input_tokens", body, *stored_items)
         call.record.model = generation.served_name
         generation = await self._table.images.filled(self._access.bound(generation, call.key))
         ids = await call.unless_left(self._table.tokenizer.prompt_ids(generation, generation.prompts[0]))

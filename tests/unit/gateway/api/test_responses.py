@@ -236,7 +236,7 @@ def test_effort_is_what_the_chat_template_takes() -> None:
         ({"input": ...}, "input", "required"),
         ({"input": []}, "input", "at least one"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "developer"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": 5}]}, "input[0].id", "the id of a stored item is"),
         ({"input": [{"type": "mcp_call", "id": "x"}]}, "input[0].type", "mcp_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_file"),
         ({"input": [{"role": "user", "content": []}]}, "input[0].content", "input_text"),
