@@ -15,11 +15,11 @@ from shared.reliability.step_times import StepTimes, deadline_of
 
 CHECK_EVERY = 0.25
 """Seconds between two checks."""
-LONGEST_COUNTED = 2 * CHECK_EVERY
+MAX_COUNTED = 2 * CHECK_EVERY
 """Seconds that count at the most for the time between two checks: what stopped the whole process, or the machine,
 stopped the step, too."""
 
-SHORTEST, SHORTEST_WITH_COMPILER = 2.0, 20.0
+MIN_TIMEOUT, MIN_TIMEOUT_WITH_COMPILER = 2.0, 20.0
 """Seconds: no deadline is shorter."""
 UNSEEN = 60.0
 """Seconds that the first step of a size may take at least."""
@@ -33,7 +33,7 @@ class StepWatchdog:
     """Owns which plans are in hand, and for how long the oldest has been computed."""
 
     def __init__(self, shortest: float | None, first: float) -> None:
-        """`shortest`: no deadline is shorter, in seconds; None: SHORTEST, or SHORTEST_WITH_COMPILER. `first`: the
+        """`shortest`: no deadline is shorter, in seconds; None: MIN_TIMEOUT, or MIN_TIMEOUT_WITH_COMPILER. `first`: the
         deadline of the first step of all."""
         self._times = StepTimes()
         self._shortest, self._first = shortest, first
@@ -73,7 +73,7 @@ class StepWatchdog:
         if latest is not None and latest.began > self._began:
             self._begin(latest.began)
             self._checked = now
-        self._counted += 0.0 if excused else min(now - self._checked, LONGEST_COUNTED)
+        self._counted += 0.0 if excused else min(now - self._checked, MAX_COUNTED)
         self._checked = now
         if self._in_hand and self._counted > (allowed := self.seconds_allowed()):
             plan = self._in_hand[0]
@@ -83,9 +83,9 @@ class StepWatchdog:
         """The deadline of the oldest plan in hand, in seconds from its begin; 0 without one."""
         if not self._in_hand:
             return 0.0
-        default, tokens, latest = SHORTEST, _tokens(self._in_hand[0]), self.latest()
+        default, tokens, latest = MIN_TIMEOUT, _tokens(self._in_hand[0]), self.latest()
         if self.compiles_kernels:
-            default = SHORTEST_WITH_COMPILER
+            default = MIN_TIMEOUT_WITH_COMPILER
         if latest is not None and latest.began >= self._began:
             tokens = max(tokens, latest.rows)
         return deadline_of(self._times, tokens, shortest=self._shortest or default, unseen=UNSEEN, first=self._first)

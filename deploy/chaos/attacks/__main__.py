@@ -9,7 +9,7 @@ import sys
 
 import msgspec
 
-from deploy.chaos.attacks.attack import Attack, AttackReport, Tally, Victim
+from deploy.chaos.attacks.attack import Attack, AttackCounts, AttackReport, Victim
 from deploy.chaos.attacks.bodies import BODY_ATTACKS
 from deploy.chaos.attacks.sockets import SOCKET_ATTACKS
 
@@ -19,11 +19,11 @@ MAX_SECONDS = 180.0
 
 
 async def _attack(name: str, victim: Victim) -> AttackReport:
-    tally = Tally()
+    counts = AttackCounts()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(MAX_SECONDS):
-            await ATTACKS[name](victim, tally)
-    return tally.report()
+            await ATTACKS[name](victim, counts)
+    return counts.report()
 
 
 def main() -> None:

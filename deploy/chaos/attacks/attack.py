@@ -44,7 +44,7 @@ class AttackReport(NamedTuple):
     """What no client may be answered, however hostile it is."""
 
 
-class Tally:
+class AttackCounts:
     """Owns what one attack was answered."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Victim(NamedTuple):
         return None
 
 
-Attack = Callable[[Victim, Tally], Awaitable[None]]
+Attack = Callable[[Victim, AttackCounts], Awaitable[None]]
 
 
 async def all_of(jobs: Iterable[Callable[[], Awaitable[None]]], at_once: int = AT_ONCE) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from deploy.chaos.attacks.attack import Tally, Victim, all_of
+from deploy.chaos.attacks.attack import AttackCounts, Victim, all_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FEW = 8
@@ -19,7 +19,7 @@ MANY = 10_000
 MILLION = 1_000_000
 
 
-async def json_bodies(victim: Victim, tally: Tally) -> None:
+async def json_bodies(victim: Victim, counts: AttackCounts) -> None:
     """JSON that is deep, large, broken, or has numbers and texts that no field can hold."""
     bodies = {
         "deep arrays": b'{"prompt":' + b"[" * DEEP + b"]" * DEEP + b"}",
@@ -35,10 +35,10 @@ async def json_bodies(victim: Victim, tally: Tally) -> None:
         "not an object": b"[" + b'"a",' * MANY + b'"a"]',
         "more than a body may have": b'{"prompt":"' + b"x" * (20 * 2**20) + b'"}',
     }
-    await _ask(victim, tally, ((what, path, body) for what, body in bodies.items() for path in (COMPLETIONS, CHAT)))
+    await _ask(victim, counts, ((what, path, body) for what, body in bodies.items() for path in (COMPLETIONS, CHAT)))
 
 
-async def grammars(victim: Victim, tally: Tally) -> None:
+async def grammars(victim: Victim, counts: AttackCounts) -> None:
     """Regular expressions, grammars and schemas that grow when they are compiled, and choices in thousands."""
     wide = {"type": "object", "properties": {f"p{at}": {"type": "string", "maxLength": at} for at in range(2000)}}
     deep: Any = {"type": "string"}
@@ -61,10 +61,10 @@ async def grammars(victim: Victim, tally: Tally) -> None:
         "100,000 choices": {"choice": [f"choice {at}" for at in range(100_000)]},
     }
     bodies = {what: victim.completion(structured_outputs=value) for what, value in wanted.items()}
-    await _ask(victim, tally, ((what, COMPLETIONS, body) for what, body in bodies.items() for _ in range(3)))
+    await _ask(victim, counts, ((what, COMPLETIONS, body) for what, body in bodies.items() for _ in range(3)))
 
 
-async def tools(victim: Victim, tally: Tally) -> None:
+async def tools(victim: Victim, counts: AttackCounts) -> None:
     """Tools by the hundred, with schemas of a megabyte, names that are none, and a call of each demanded."""
 
     def tool(name: str, schema: Any) -> dict[str, Any]:
@@ -83,10 +83,10 @@ async def tools(victim: Victim, tally: Tally) -> None:
             tools=[tool("t", {"$ref": "http://127.0.0.1:1/x"})], tool_choice="required"
         ),
     }
-    await _ask(victim, tally, ((what, CHAT, body) for what, body in bodies.items() for _ in range(3)))
+    await _ask(victim, counts, ((what, CHAT, body) for what, body in bodies.items() for _ in range(3)))
 
 
-async def many_outputs(victim: Victim, tally: Tally) -> None:
+async def many_outputs(victim: Victim, counts: AttackCounts) -> None:
     """128 choices, all log-probabilities there are, of prompts too, and prompts by the thousand."""
     bodies = {
         "n = 128": victim.completion(n=128, max_tokens=8, temperature=1.0),
@@ -101,10 +101,10 @@ async def many_outputs(victim: Victim, tally: Tally) -> None:
         "bad words": victim.completion(bad_words=[f"w{at}" for at in range(MANY)]),
         "as many tokens as there are": victim.completion(max_tokens=2**31 - 1),
     }
-    await _ask(victim, tally, ((what, COMPLETIONS, body) for what, body in bodies.items() for _ in range(4)), FEW)
+    await _ask(victim, counts, ((what, COMPLETIONS, body) for what, body in bodies.items() for _ in range(4)), FEW)
 
 
-async def long_prompts(victim: Victim, tally: Tally) -> None:
+async def long_prompts(victim: Victim, counts: AttackCounts) -> None:
     """A million tokens, as a text, as ids, as one word, and as a chat."""
     bodies: Mapping[str, tuple[str, bytes]] = {
         "a text": (COMPLETIONS, victim.completion(prompt="fox " * MILLION)),
@@ -115,10 +115,10 @@ async def long_prompts(victim: Victim, tally: Tally) -> None:
         "a chat of many messages": (CHAT, _chat_of(victim, 50_000)),
         "a text to count": ("/tokenize", victim.completion(prompt="fox " * MILLION)),
     }
-    await _ask(victim, tally, ((what, path, body) for what, (path, body) in bodies.items() for _ in range(3)), FEW)
+    await _ask(victim, counts, ((what, path, body) for what, (path, body) in bodies.items() for _ in range(3)), FEW)
 
 
-async def images(victim: Victim, tally: Tally) -> None:
+async def images(victim: Victim, counts: AttackCounts) -> None:
     """Images at addresses that no gateway may ask, and files that are none; sounds likewise."""
     bomb = base64.b64encode(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff\xff\xff\xff\xff\xff\xff\xff\x08\x06\0\0\0" + b"\0" * 99)
     addresses = (
@@ -139,7 +139,7 @@ async def images(victim: Victim, tally: Tally) -> None:
     sound = {"type": "input_audio", "input_audio": {"data": "A" * MILLION, "format": "wav"}}
     bodies["a sound that is none"] = victim.chat([sound])
     bodies["a thousand images"] = victim.chat([{"type": "image_url", "image_url": {"url": addresses[1]}}] * 1000)
-    await _ask(victim, tally, ((what, CHAT, body) for what, body in bodies.items() for _ in range(3)))
+    await _ask(victim, counts, ((what, CHAT, body) for what, body in bodies.items() for _ in range(3)))
 
 
 def _chat_of(victim: Victim, count: int) -> bytes:
@@ -147,9 +147,11 @@ def _chat_of(victim: Victim, count: int) -> bytes:
     return msgspec.json.encode({"model": victim.model, "messages": messages, "max_tokens": 4})
 
 
-async def _ask(victim: Victim, tally: Tally, asked: Iterable[tuple[str, str, bytes]], at_once: int = 16) -> None:
+async def _ask(
+    victim: Victim, counts: AttackCounts, asked: Iterable[tuple[str, str, bytes]], at_once: int = 16
+) -> None:
     async def ask(what: str, path: str, body: bytes) -> None:
-        tally.record(f"{what} ({path})", await victim.post(path, body))
+        counts.record(f"{what} ({path})", await victim.post(path, body))
 
     await all_of((partial(ask, what, path, body) for what, path, body in asked), at_once)
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from deploy.chaos.attacks.attack import ANSWER_TIMEOUT, Tally, Victim, all_of, parsed
+from deploy.chaos.attacks.attack import ANSWER_TIMEOUT, AttackCounts, Victim, all_of, parsed
 
 COMPLETIONS = "/v1/completions"
 CANCELLED = 1000
@@ -26,7 +26,7 @@ LONG_ANSWER = 400
 SMALL_BUFFER = 2048
 
 
-async def cancelled_streams(victim: Victim, tally: Tally) -> None:
+async def cancelled_streams(victim: Victim, counts: AttackCounts) -> None:
     """Streams that are left after their first token, every second one by a reset."""
     body = victim.completion(stream=True, max_tokens=LONG_ANSWER, ignore_eos=True)
 
@@ -34,7 +34,7 @@ async def cancelled_streams(victim: Victim, tally: Tally) -> None:
         async with victim.connected() as connection:
             await connection.send(victim.head(COMPLETIONS, len(body)) + body)
             async with asyncio.timeout(ANSWER_TIMEOUT):
-                tally.record("a stream", parsed(await connection.reader.readuntil(b"\r\n\r\n")))
+                counts.record("a stream", parsed(await connection.reader.readuntil(b"\r\n\r\n")))
                 await connection.reader.readuntil(b"data:")
             if not resets:
                 connection.writer.close()
@@ -42,7 +42,7 @@ async def cancelled_streams(victim: Victim, tally: Tally) -> None:
     await all_of(partial(_patient, partial(stream, number % 2 == 0)) for number in range(CANCELLED))
 
 
-async def half_closed(victim: Victim, tally: Tally) -> None:
+async def half_closed(victim: Victim, counts: AttackCounts) -> None:
     """Clients that end their sending direction: after a whole request, within its body, within its head."""
     body = victim.completion(stream=True, max_tokens=64, ignore_eos=True)
     whole = victim.head(COMPLETIONS, len(body)) + body
@@ -51,13 +51,13 @@ async def half_closed(victim: Victim, tally: Tally) -> None:
         async with victim.connected() as connection:
             await connection.send(sent)
             connection.writer.write_eof()
-            tally.record("half-closed", await connection.answer())
+            counts.record("half-closed", await connection.answer())
 
     ways = (whole, whole[:-10], whole[:40])
     await all_of(partial(client, ways[number % len(ways)]) for number in range(HALF_CLOSED))
 
 
-async def slow_readers(victim: Victim, tally: Tally) -> None:
+async def slow_readers(victim: Victim, counts: AttackCounts) -> None:
     """Streams, and whole answers, that are read a byte at a time, by sockets with hardly any room."""
     bodies = [
         victim.completion(stream=True, max_tokens=LONG_ANSWER, ignore_eos=True),
@@ -79,12 +79,12 @@ async def slow_readers(victim: Victim, tally: Tally) -> None:
                 await asyncio.sleep(PAUSE)
         finally:
             plain.close()
-            tally.unanswered += 1
+            counts.unanswered += 1
 
     await all_of((partial(_patient, partial(client, bodies[number % 2])) for number in range(SLOW)), SLOW)
 
 
-async def silent_clients(victim: Victim, tally: Tally) -> None:
+async def silent_clients(victim: Victim, counts: AttackCounts) -> None:
     """Many connections that send nothing, half a head, or a head that promises a body."""
     starts = (b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", victim.head(COMPLETIONS, 2**20) + b"{")
 
@@ -92,12 +92,12 @@ async def silent_clients(victim: Victim, tally: Tally) -> None:
         async with victim.connected() as connection:
             await connection.send(start)
             await asyncio.sleep(LASTS)
-            tally.unanswered += 1
+            counts.unanswered += 1
 
     await all_of((partial(client, starts[number % len(starts)]) for number in range(SILENT)), SILENT)
 
 
-async def cut_uploads(victim: Victim, tally: Tally) -> None:
+async def cut_uploads(victim: Victim, counts: AttackCounts) -> None:
     """Files, sounds and bodies, with a length and in chunks, whose clients are gone after half of it, or trickle."""
     form = "Content-Type: multipart/form-data; boundary=b\r\n"
     part = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
@@ -110,7 +110,7 @@ async def cut_uploads(victim: Victim, tally: Tally) -> None:
             for piece in pieces:
                 await connection.send(piece)
                 await asyncio.sleep(PAUSE)
-            tally.unanswered += 1
+            counts.unanswered += 1
 
     ways: list[tuple[bytes, tuple[bytes, ...]]] = [
         (victim.head(COMPLETIONS, 2**20), (half,)),
@@ -122,7 +122,7 @@ async def cut_uploads(victim: Victim, tally: Tally) -> None:
     await all_of(partial(client, *ways[number % len(ways)]) for number in range(CUT))
 
 
-async def upgrades(victim: Victim, tally: Tally) -> None:
+async def upgrades(victim: Victim, counts: AttackCounts) -> None:
     """Web sockets where there are none, at addresses of other servers' and at our own, and frames behind them."""
     paths = ("/v1/realtime?model=x", COMPLETIONS, "/v1/audio/transcriptions", "/")
     frame = b"\x81\xfe\x10\x00\x00\x00\x00\x00" + b"x" * 4096
@@ -133,12 +133,12 @@ async def upgrades(victim: Victim, tally: Tally) -> None:
             key = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
             head = f"GET {path} HTTP/1.1\r\nHost: {victim.host}\r\n{victim.authorization}{fixed}{key}\r\n"
             await connection.send(head.encode() + frame * 4)
-            tally.record(f"an upgrade at {path}", await connection.answer(LASTS))
+            counts.record(f"an upgrade at {path}", await connection.answer(LASTS))
 
     await all_of(partial(client, paths[number % len(paths)]) for number in range(UPGRADES))
 
 
-async def no_http(victim: Victim, tally: Tally) -> None:
+async def no_http(victim: Victim, counts: AttackCounts) -> None:
     """What is no HTTP, or bends its rules: noise, TLS, two lengths, endless heads and chunks, pipelined requests."""
     noise, body = random.Random(0), victim.completion(max_tokens=1)
     whole = victim.head(COMPLETIONS, len(body)).replace(b"Connection: close\r\n", b"") + body
@@ -162,7 +162,7 @@ async def no_http(victim: Victim, tally: Tally) -> None:
     async def client(what: str, data: bytes) -> None:
         async with victim.connected() as connection:
             connection.writer.write(data)
-            tally.record(what, await connection.answer(LASTS))
+            counts.record(what, await connection.answer(LASTS))
 
     await all_of(partial(client, what, data) for what, data in sent.items() for _ in range(3))
 

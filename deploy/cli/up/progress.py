@@ -39,7 +39,7 @@ _WORDS: Mapping[str, str] = {
     "warm_up": "warming up",
 }
 """For the stages of a start (docs/startup.md) that may take long."""
-_MOST_READ = 256 * 1024
+_MAX_READ = 256 * 1024
 """Bytes of a log at a time."""
 
 
@@ -106,7 +106,7 @@ class StartStages:
         try:
             with self._log_of(instance).open("rb") as file:
                 file.seek(self._read.get(instance, 0))
-                text = file.read(_MOST_READ)
+                text = file.read(_MAX_READ)
         except OSError:
             return ()
         whole = text[: text.rfind(b"\n") + 1]

@@ -89,7 +89,7 @@ _DEFAULT_MOST_OF_SHARED = 4 << 30
 _DEFAULT_SHARE_OF_SHARED = 0.25
 _MEAN_FILL_OF_SHARED = 0.25
 """Share of the context that sequences are assumed to fill on average; a block once written stays resident."""
-_MOST_FILLS_OF_OWN = 4
+_MAX_FILLS_OF_OWN = 4
 """A GPU's memory is taken whole, as what sequences leave caches prefixes. But a tiny model's millions of blocks would
 only be work for its scheduler: so many times what all sequences can fill is enough."""
 
@@ -256,7 +256,7 @@ def _of_own(demand: KvDemand, memory: DeviceMemory) -> int:
             f"{demand.gpu_share:g} allows: {memory.summary()}. Raise gpu_memory_utilization, end what else is on the "
             "device, lower max_batch_tokens, or use more ranks"
         )
-    return min(left, _MOST_FILLS_OF_OWN * demand.max_num_seqs * demand.sequence_bytes)
+    return min(left, _MAX_FILLS_OF_OWN * demand.max_num_seqs * demand.sequence_bytes)
 
 
 def _of_shared(demand: KvDemand, memory: DeviceMemory) -> int:

@@ -17,7 +17,7 @@ from services.worker.ops.transfer import on_this_device, to_device, to_device_to
 from services.worker.sampling.history import HistoryLookup
 from services.worker.sampling.random_numbers import RejectedDrafts
 
-_MOST_CELLS = 2**31
+_MAX_CELLS = 2**31
 """Cells are numbered as everything else that a step's rows are sent with: in 32 bits."""
 
 
@@ -31,7 +31,7 @@ class TokenTable:
 
     def __init__(self, max_sequences: int, width: int, device: torch.device) -> None:
         """`width` tokens a sequence. Raises ModelError where these are too many to be numbered."""
-        if max_sequences * width > _MOST_CELLS:
+        if max_sequences * width > _MAX_CELLS:
             raise ModelError(
                 f"{max_sequences} sequences of {width} tokens each are too many: lower max_num_seqs or max_model_len"
             )

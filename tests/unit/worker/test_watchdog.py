@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.worker.distributed.lockstep import LatestStep
-from services.worker.watchdog import CHECK_EVERY, LONGEST_COUNTED, SHORTEST, StepHung, StepWatchdog
+from services.worker.watchdog import CHECK_EVERY, MAX_COUNTED, MIN_TIMEOUT, StepHung, StepWatchdog
 from shared.ids import Incarnation, SequenceId
 from shared.messages.worker import SequenceWork, StepPlan
 
@@ -32,9 +32,9 @@ def warm() -> StepWatchdog:
 def test_a_step_past_its_deadline_is_named() -> None:
     watchdog = warm()
     watchdog.start(plan(1), 5.0)
-    watch(watchdog, 5.0, 5.0 + SHORTEST)
+    watch(watchdog, 5.0, 5.0 + MIN_TIMEOUT)
     with pytest.raises(StepHung, match=r"step 1 of 1 tokens had no result after 2.0 s"):
-        watchdog.check(5.0 + SHORTEST + 0.1)
+        watchdog.check(5.0 + MIN_TIMEOUT + 0.1)
 
 
 def test_idle_time_counts_for_nothing() -> None:
@@ -60,7 +60,7 @@ def test_a_process_that_was_stopped_is_not_called_hung_when_it_goes_on() -> None
     watchdog.start(plan(1), 5.0)
     watchdog.check(5.1)
     watchdog.check(605.0)
-    watch(watchdog, 605.0, 605.0 + SHORTEST - LONGEST_COUNTED - 0.2)
+    watch(watchdog, 605.0, 605.0 + MIN_TIMEOUT - MAX_COUNTED - 0.2)
 
 
 def test_slow_devices_have_long_deadlines_and_what_was_left_out_has_no_part_in_them() -> None:
@@ -93,7 +93,7 @@ def test_time_that_has_a_deadline_of_its_own_does_not_count() -> None:
     for check in range(1, 100):
         watchdog.check(5.0 + check * 0.25, excused=True)
     with pytest.raises(StepHung):
-        watch(watchdog, 30.0, 30.0 + SHORTEST + LONGEST_COUNTED)
+        watch(watchdog, 30.0, 30.0 + MIN_TIMEOUT + MAX_COUNTED)
 
 
 def test_a_step_of_a_group_may_take_as_long_as_all_its_rows_do() -> None:

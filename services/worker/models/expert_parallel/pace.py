@@ -12,7 +12,7 @@ from contextlib import suppress
 SHARE = 0.1
 """Of a processor, at most, for as long as there is something to do."""
 _NICENESS = 10
-_SHORTEST_REST = 0.0005
+_MIN_REST = 0.0005
 """Seconds of work that are not worth a rest yet."""
 
 
@@ -47,6 +47,6 @@ class ThreadPace:
     def rest(self) -> None:
         """Called behind each piece of work."""
         worked = self._clock() - self._rested_at
-        if worked >= _SHORTEST_REST:
+        if worked >= _MIN_REST:
             self._sleep(worked * self._rest_per_second)
             self._rested_at = self._clock()

@@ -15,7 +15,7 @@ from services.worker.ops.interface import BatchMeta, Ops, ShortConvolution, Stat
 FIRST_TOKEN = 64
 """What is added to a token where it is kept: the SiLU behind a convolution leaves such numbers as they are, and a zero
 is no token."""
-_LEAST_GATE = 1e-6
+_MIN_GATE = 1e-6
 
 
 def keeps_tokens(grams: GramConfig, device: torch.device) -> ShortConvolution:
@@ -58,7 +58,7 @@ class GramAdder:
         value = self._ops.linear(embedded, weights.values).float()
         keys = self._normed(self._ops.linear(embedded, weights.keys).view(streams.shape), weights.key_norm)
         gate = (keys * self._normed(streams, weights.query_norm)).sum(2, keepdim=True) / streams.shape[2] ** 0.5
-        gate = gate.abs().clamp_min(_LEAST_GATE).sqrt() * gate.sign()
+        gate = gate.abs().clamp_min(_MIN_GATE).sqrt() * gate.sign()
         wide = value.repeat_interleave(streams.shape[1], dim=0)
         gated = self._ops.sigmoid_gated(wide, gate.reshape(-1, 1)).view(streams.shape)
         normed = self._normed(gated, weights.value_norm).flatten(1)

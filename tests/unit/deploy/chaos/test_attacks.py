@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from deploy.chaos.attacks.__main__ import ATTACKS
-from deploy.chaos.attacks.attack import Answer, Tally, Victim, all_of, parsed
+from deploy.chaos.attacks.attack import Answer, AttackCounts, Victim, all_of, parsed
 from deploy.chaos.faults.choice import FAULTS
 
 
@@ -18,10 +18,10 @@ from deploy.chaos.faults.choice import FAULTS
 def test_of_5xx_only_a_503_that_says_when_to_come_again_is_documented(
     status: int, headers: dict[str, str], documented: bool
 ) -> None:
-    tally = Tally()
-    tally.record("deep JSON", Answer(status, headers, b"why"))
-    assert tally.report().answers == f"1 x {status}, 0 unanswered"
-    assert tally.report().complaints == (() if documented else (f"deep JSON: HTTP {status}: why",))
+    counts = AttackCounts()
+    counts.record("deep JSON", Answer(status, headers, b"why"))
+    assert counts.report().answers == f"1 x {status}, 0 unanswered"
+    assert counts.report().complaints == (() if documented else (f"deep JSON: HTTP {status}: why",))
 
 
 def test_a_response_is_read_as_it_came() -> None:
@@ -44,10 +44,10 @@ async def test_a_server_that_closes_every_connection_ends_no_attack() -> None:
     async with await asyncio.start_server(shut, "127.0.0.1", 0) as server:
         victim = Victim.at(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "key", "m")
         for name in ("half-closed", "json", "upgrades", "cancelled-streams"):
-            tally, before = Tally(), came
-            await ATTACKS[name](victim, tally)
+            counts, before = AttackCounts(), came
+            await ATTACKS[name](victim, counts)
             assert came - before >= 24, name
-            assert not tally.complaints
+            assert not counts.complaints
 
 
 async def test_a_stream_that_begins_with_a_5xx_is_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +58,9 @@ async def test_a_stream_that_begins_with_a_5xx_is_complained_of(monkeypatch: pyt
         writer.close()
 
     async with await asyncio.start_server(fail, "127.0.0.1", 0) as server:
-        victim, tally = Victim.at(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, "m"), Tally()
-        await ATTACKS["cancelled-streams"](victim, tally)
-    assert tally.complaints == ["a stream: HTTP 500: "] * 2
+        victim, counts = Victim.at(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, "m"), AttackCounts()
+        await ATTACKS["cancelled-streams"](victim, counts)
+    assert counts.complaints == ["a stream: HTTP 500: "] * 2
 
 
 async def test_jobs_are_done_some_at_a_time() -> None:

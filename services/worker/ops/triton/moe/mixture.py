@@ -78,7 +78,7 @@ def mix_rows(
 
 @triton.constexpr_function
 def turns_at_once(elements, depth):
-    """Of a loop over so many elements, `depth` a turn: MOST_TURNS or a few less, so that none is left over that would
+    """Of a loop over so many elements, `depth` a turn: MAX_TURNS or a few less, so that none is left over that would
     wait for its loads by itself."""
     turns = -(-elements // depth)
     return -(-turns // -(-turns // MAX_TURNS.value))
