@@ -83,7 +83,9 @@ class ImageTower:
             self._processor = processors.from_pretrained(self._folder, backend="pil")
         self._images = ImageProcessor(self._folder, images, config, self._processor, max_pixels)
         self.dtype: EmbeddingDtype = own_dtype(config) if dtype == "auto" else dtype
-        levels = getattr(config.vision_config, "deepstack_visual_indexes", ())
+        levels = list(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+        if config.model_type == "granite4_vision":
+            levels = [*config.deepstack_layer_map, *config.spatial_target_layers]
         self.size: int = config.text_config.hidden_size * (1 + len(levels))
         """Elements of a row; of models that take some of them behind their first layers, those of all of these."""
         self._max_rows = MAX_MEDIA_BYTES // (self.size * EMBEDDING_BYTES[self.dtype])
@@ -167,9 +169,12 @@ class ImageTower:
         features = encode(**prepared)
         if self._projects:
             return self._model.multi_modal_projector(features.last_hidden_state.flatten(0, 1)), None
+        levels = getattr(features, "deepstack_features", None) or []
+        if features.pooler_output is None:  # Granite 4 Vision's, whose rows begin with nothing
+            levels = [packed for _, packed in levels]
+            features.pooler_output = [torch.zeros_like(levels[0][0])]
         rows: Tensor = torch.cat(tuple(features.pooler_output))  # of one image, or of its tiles
-        if levels := getattr(features, "deepstack_features", None):
-            rows = torch.cat((rows, *(level[0] for level in levels)), dim=1)
+        rows = torch.cat((rows, *(level[0] for level in levels)), dim=1)
         if (marks := getattr(features, "visual_indicator_features", None)) is not None:
             rows = self._among_marks(rows, marks, torch.tensor(image.tokens))
         patches = prepared.get("image_grid_thw")

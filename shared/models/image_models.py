@@ -51,6 +51,7 @@ MISTRAL_LARGE_4 = "MistralLarge4ForConditionalGeneration"
 GLM_5_NEXT, QWEN4_VL = "Glm5NextForConditionalGeneration", "Qwen4ExpForConditionalGeneration"
 VIP_LLAVA, GOT_OCR2 = "VipLlavaForConditionalGeneration", "GotOcr2ForConditionalGeneration"
 LLAVA_NEXT_VIDEO, IDEFICS2 = "LlavaNextVideoForConditionalGeneration", "Idefics2ForConditionalGeneration"
+GRANITE4_VISION = "Granite4VisionForConditionalGeneration"
 ARIA, EXAONE_4_5 = "AriaForConditionalGeneration", "Exaone4_5_ForConditionalGeneration"
 IMAGE_ARCHITECTURES = (
     GEMMA,
@@ -87,6 +88,7 @@ IMAGE_ARCHITECTURES = (
     LLAVA_NEXT_VIDEO,
     GOT_OCR2,
     IDEFICS2,
+    GRANITE4_VISION,
     *QWEN_OMNI,
     QWEN2_AUDIO,
 )
@@ -122,6 +124,7 @@ DEFAULT_IMAGE_TOKENS = {
     VIP_LLAVA: 32_000,
     LLAVA_NEXT_VIDEO: 32_001,
     IDEFICS2: 32_001,
+    GRANITE4_VISION: 32_000,
     GOT_OCR2: 151_859,
     ARIA: 9,
     EXAONE_4_5: 67,

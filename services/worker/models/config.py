@@ -274,6 +274,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     input_levels: int = 0
     """Rows of images have so many parts behind the one that stands for the embedding: the first is added to the row
     behind the first layer, the second behind the second (Qwen3-VL's DeepStack, arXiv:2406.04334)."""
+    level_layers: tuple[int, ...] = ()
+    """In front of which layer each of these parts is added instead (Granite 4 Vision)."""
     attention_sinks: bool = False
     """Each head has a score of its own that takes part in the softmax (gpt-oss)."""
     residual_scale: float | None = None
@@ -316,6 +318,12 @@ class ModelConfig(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def image_row_size(self) -> int:
         """Elements of a row that stands for a part of an image."""
         return self.hidden_size * (1 + self.input_levels)
+
+    def level_before(self, layer: int) -> int | None:
+        """Which part of rows of images, from 0, is added in front of a layer; None: none."""
+        if self.level_layers:
+            return self.level_layers.index(layer) if layer in self.level_layers else None
+        return layer - 1 if 0 < layer <= self.input_levels else None
 
     @property
     def rotated_dim(self) -> int:

@@ -308,8 +308,9 @@ def native_decoder(
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for a share of the experts,
     attention and mixers that the library does not know, sparse attention, gates of elements of latent attention,
-    drafters' layers with that, post norms among multipliers, layers that norm what
-    they give alone, layer norms, shared blocks, rows that skip layers or go through them again.
+    drafters' layers with that, post norms among multipliers, layers that norm what they give alone, layer norms, shared
+    blocks, rows that skip layers or go through them again, parts of images' rows that join elsewhere than behind the
+    first layers.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps):
@@ -320,7 +321,7 @@ def native_decoder(
         return None
     if any(layer.mixer is not None and described_mixer(layer.mixer) is None for layer in weights.layers):
         return None
-    if config.multipliers is not None and config.post_norms:
+    if config.level_layers or (config.multipliers is not None and config.post_norms):
         return None
     if config.layer_norms or config.shared is not None or any(each.norms_outputs for each in config.layers):
         return None

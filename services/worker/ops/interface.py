@@ -92,7 +92,7 @@ class InputRows(NamedTuple):
     rows: Tensor
     """[k] int32 in rising order."""
     values: Tensor
-    """[k, hidden * (1 + levels)]: what a row begins as, and what is added to it behind each of the first layers."""
+    """[k, hidden * (1 + levels)]: what a row begins as, and what is added to it between layers."""
 
     def on(self, device: torch.device, dtype: torch.dtype) -> InputRows:
         """The same for a model on `device` whose embeddings are of `dtype`."""
@@ -103,9 +103,11 @@ class InputRows(NamedTuple):
         values = self.values[:, : x.shape[1]]
         return x.index_copy_(0, self.rows.long(), (values if scale is None else values * scale).to(x.dtype))
 
-    def add_level(self, x: Tensor, layer: int) -> Tensor:
-        """x [n, hidden] behind a layer, with what is added there."""
-        level = self.values[:, (layer + 1) * x.shape[1] : (layer + 2) * x.shape[1]]
+    def add_level(self, x: Tensor, number: int | None) -> Tensor:
+        """x [n, hidden] between two layers, with the part of that `number` added; None: as it is."""
+        if number is None:
+            return x
+        level = self.values[:, (number + 1) * x.shape[1] : (number + 2) * x.shape[1]]
         return x.index_add_(0, self.rows.long(), level.to(x.dtype)) if level.shape[1] else x
 
 

@@ -37,7 +37,7 @@ IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
     **{kind: partial(make_newest_model, kind=kind) for kind in ("mistral-large-4", "glm-5-next", "minimax-m3")},
     **{
         kind: partial(make_llava_like_model, kind=kind)
-        for kind in ("vip-llava", "llava-next-video", "got-ocr2", "idefics2")
+        for kind in ("vip-llava", "llava-next-video", "got-ocr2", "idefics2", "granite4-vision")
     },
     "aria": make_aria_model,
     "exaone4.5": make_exaone_model,

@@ -101,6 +101,9 @@ class ImageModel(NamedTuple):
         features = owner.get_image_features(**pixels)
         if self.reference.config.model_type == "llama4":  # which projects them elsewhere
             return self.reference.multi_modal_projector(features.last_hidden_state.flatten(0, 1))
+        if features.pooler_output is None:  # Granite 4 Vision's, which join layers by number
+            levels = [packed[0] for _, packed in features.deepstack_features]
+            return torch.cat((torch.zeros_like(levels[0]), *levels), dim=1)
         rows = torch.cat(tuple(features.pooler_output))
         if (marks := getattr(features, "visual_indicator_features", None)) is not None:
             return self._among_marks(rows, marks, image)

@@ -13,6 +13,7 @@ from transformers import (
     CLIPImageProcessorPil,
     GotOcr2ImageProcessorPil,
     GotOcr2Processor,
+    Granite4VisionProcessor,
     Idefics2ImageProcessorPil,
     Idefics2Processor,
     LlavaNextImageProcessorPil,
@@ -27,7 +28,7 @@ from tests.support.models.tiny_lfm_vl import TEMPLATE as LFM
 from tests.support.models.tiny_towers import PATCH, SIDE, TEXT, tower
 from tests.support.paths import DEMO_MODEL
 
-LlavaLikeKind = Literal["vip-llava", "llava-next-video", "got-ocr2", "idefics2"]
+LlavaLikeKind = Literal["vip-llava", "llava-next-video", "got-ocr2", "idefics2", "granite4-vision"]
 IDEFICS2 = (
     "{% for message in messages %}{{ message['role'] | capitalize + ':' }}"
     "{% if message['content'] is string %}{{ ' ' + message['content'] }}{% else %}"
@@ -68,7 +69,13 @@ class _Got(GotOcr2Processor):
 def make_llava_like_model(folder: Path, kind: LlavaLikeKind, seed: int = 0, *, splits: bool = True) -> ImageModel:
     """Writes the model to `folder`, with the demo model's tokenizer. `splits`: Idefics2 sees quarters, too."""
     torch.manual_seed(seed)
-    makers = {"vip-llava": _vip, "llava-next-video": _next_video, "got-ocr2": _got, "idefics2": _idefics2}
+    makers = {
+        "vip-llava": _vip,
+        "llava-next-video": _next_video,
+        "got-ocr2": _got,
+        "idefics2": _idefics2,
+        "granite4-vision": _granite,
+    }
     reference, processor = makers[kind]()
     if kind == "idefics2":
         processor.image_processor.do_image_splitting = splits
@@ -118,6 +125,39 @@ def _next_video() -> tuple[Any, Any]:
     images = LlavaNextImageProcessorPil(**sizes, image_grid_pinpoints=_TILES)
     processor = _NextVideo(images, tokenizer, chat_template=LLAVA)
     return transformers.LlavaNextVideoForConditionalGeneration(config), processor
+
+
+def _granite() -> tuple[Any, Any]:
+    tokenizer = _tokenizer(LLAVA, "<image>")
+    config = transformers.Granite4VisionConfig(
+        vision_config={**tower(hidden_size=64), "model_type": "clip_vision_model"},
+        text_config={
+            **TEXT,
+            "num_hidden_layers": 6,
+            "vocab_size": len(tokenizer),
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 2.0,
+        },
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=_TILES,
+        downsample_rate="1/2",
+        deepstack_layer_map=[[-2, 2], [-1, 0]],
+        spatial_target_layers=[1, 3, 4, 5],
+        qformer_config={"model_type": "blip_2_qformer", "num_hidden_layers": 1, "intermediate_size": 32},
+    )
+    sizes: Any = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    processor = Granite4VisionProcessor(
+        image_processor=LlavaNextImageProcessorPil(**sizes, image_grid_pinpoints=_TILES),
+        tokenizer=tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        downsample_rate="1/2",
+        chat_template=LLAVA,
+    )
+    return transformers.Granite4VisionForConditionalGeneration(config), processor
 
 
 def _got() -> tuple[Any, Any]:

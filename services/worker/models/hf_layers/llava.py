@@ -14,6 +14,7 @@ from shared.models.image_models import (
     GEMMA,
     GLM_5_NEXT,
     GOT_OCR2,
+    GRANITE4_VISION,
     IDEFICS2,
     KIMI_K2_5,
     LFM2_VL,
@@ -54,6 +55,7 @@ _OWN_MODELS = {
     VIDEO_LLAMA3: {"qwen2": "Qwen2ForCausalLM"},
     GOT_OCR2: {"qwen2": "Qwen2ForCausalLM"},
     IDEFICS2: {"mistral": "MistralForCausalLM"},
+    GRANITE4_VISION: {"granite4_vision_text": "Granite4VisionTextForCausalLM"},
     **{each: {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"} for each in KIMI_K2_5},
     MISTRAL_LARGE_4: {"mistral_large4_text": "MistralLarge4ForCausalLM"},
     QWEN4_VL: {"qwen4_exp_text": "Qwen4ExpForCausalLM"},
@@ -141,6 +143,17 @@ class _RawLlava(Struct):
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
     image_token_id: int | None = None
+    deepstack_layer_map: list[tuple[int, int]] | None = None
+    spatial_target_layers: list[int] | None = None
+
+    @property
+    def level_layers(self) -> list[int]:
+        """Those of Granite 4 Vision's language model that parts of images join, in their order."""
+        spatial = _SPATIAL if self.spatial_target_layers is None else self.spatial_target_layers
+        return [*(layer for _, layer in self.deepstack_layer_map or ()), *spatial]
+
+
+_SPATIAL = [12, 15, 18, 21]
 
 
 def language_model(text: bytes, architecture: str, has_head: HasHead = without_tensors) -> bytes:
@@ -160,6 +173,8 @@ def language_model(text: bytes, architecture: str, has_head: HasHead = without_t
     if architecture == QWEN4_VL:  # whose n-grams have it, too
         token = whole.image_token_id
         given["image_token_id"] = DEFAULT_IMAGE_TOKENS[QWEN4_VL] if token is None else token
+    if architecture == GRANITE4_VISION:
+        given["level_layers"] = whole.level_layers
     own = {**LANGUAGE_MODEL_DEFAULTS.get(kind, {}), **given, **without_ties(whole.text_config)}
     return msgspec.json.encode({**own, "architectures": [known[kind]]})
 

@@ -19,6 +19,7 @@ from services.worker.models.config import LayerConfig, Mixture, ModelError, Skip
 from services.worker.models.hf_layers.compressed import HY4
 from services.worker.models.hf_layers.tensor_names import OURO
 from services.worker.models.published.glm_next import GLM_NEXT, glm_next
+from services.worker.models.published.granite import GRANITE_VISION, granite_vision
 from services.worker.models.published.hunyuan import hy4
 from services.worker.models.published.jais import JAIS, jais
 from services.worker.models.published.layout import Published, converted
@@ -427,5 +428,6 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     MISTRAL_4: mistral_small,
     QWEN4: qwen4,
     MLLAMA_TEXT: mllama,
+    GRANITE_VISION: granite_vision,
 }
 """Who reads the configuration of which architecture."""

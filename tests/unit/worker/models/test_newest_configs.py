@@ -354,6 +354,18 @@ def test_deepseek_ocr_names_its_layers_with_experts(tmp_path: Path, kinds: list[
         read(tmp_path, whole, text_config={**text, "mlp_layer_types": kinds})
 
 
+def test_granite_4_vision_names_the_layers_that_read_parts_of_images(tmp_path: Path) -> None:
+    text = {"model_type": "granite4_vision_text", "num_hidden_layers": 40, "attention_multiplier": 0.015625}
+    whole = {"architectures": ["Granite4VisionForConditionalGeneration"], "dtype": "bfloat16", "text_config": text}
+    config = read(tmp_path, whole, deepstack_layer_map=[[-19, 9], [-13, 6], [-7, 3], [-1, 0]])
+    assert (config.level_layers, config.image_row_size) == ((9, 6, 3, 0, 12, 15, 18, 21), 9 * config.hidden_size)
+    assert [config.level_before(layer) for layer in (0, 1, 9, 21, 22)] == [3, None, 0, 7, None]
+    assert (config.attention_scale, config.scales_inputs, config.max_positions) == (0.015625, True, 2048)
+    for layers in ([40], [0]):
+        with pytest.raises(ModelError, match=f"name layer {layers[0]}: each of the 40 layers may be named once"):
+            read(tmp_path, whole, deepstack_layer_map=[[-1, 0]], spatial_target_layers=layers)
+
+
 def test_glm_next_is_a_ling_3_in_streams_that_chooses_pools(tmp_path: Path) -> None:
     published = {"head_dim": 96, "num_heads": 32, "short_conv_kernel_size": 3, "gate_lower_bound": -4.0}
     config = read(tmp_path, NEXT, linear_attn_config=published)
