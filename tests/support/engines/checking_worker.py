@@ -145,13 +145,14 @@ def right_output(request: GenerateRequest, context: int) -> tuple[list[int], str
     generation, stopping = request.generation, request.generation.stopping
     tokens = unpack(generation.tokens)[: generation.prompt_length]
     stops = {*stopping.stop_token_ids, *(() if stopping.ignore_eos else (EOS,))}
+    least = stopping.min_tokens if generation.grammar is None else 0
     room = context - len(tokens) if stopping.max_tokens is None else stopping.max_tokens
     output: list[int] = []
     state = digest(tokens)
     while len(output) < room:
         output.append(state % VOCABULARY)
         state = hash((state, output[-1]))
-        if output[-1] in stops and len(output) > stopping.min_tokens:
+        if output[-1] in stops and len(output) > least:
             return output, "stop"
     return output, "length"
 
