@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,6 +28,8 @@ CONTINUED = ("completed", "incomplete")
 EVENTS = 2**20
 """Position of the first event among a record's contents; the items come before."""
 
+Hold = Callable[[int], Awaitable[None]]
+"""Waits for room for so many bytes; raises RequestError."""
 Response = dict[str, Any]
 Event = dict[str, Any]
 
@@ -66,6 +68,7 @@ class StoredResponse(Struct, frozen=True, kw_only=True):
 
 _decoder = msgspec.json.Decoder(StoredResponse)
 _encoder = msgspec.json.Encoder()
+_raw_items = msgspec.json.Decoder(list[msgspec.Raw])
 _events: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -131,12 +134,13 @@ class ResponseStore:
             raise RequestError(404, f"Response with id {abbreviated(id)} not found.", param="response_id")
         return parts[: stored.items_size]
 
-    async def history(self, id: str, owner: str) -> bytes:
-        """Returns what goes on from a response begins with: its items and its output, as a JSON array. Raises
-        RequestError 400 where it is not known, or has not ended well."""
+    async def history(self, id: str, owner: str, hold: Hold) -> bytes:
+        """Returns what goes on from a response begins with: its items and its output, as a JSON array; `hold` is asked
+        for room for it first. Raises RequestError 400 where it is not known, or has not ended well."""
         field = "previous_response_id"
         try:
             _, stored = await self.find(id, owner)
+            await hold(stored.items_size)
             items = await self.items(id, stored)
         except RequestError as error:
             if error.status != 404:
@@ -146,22 +150,24 @@ class ResponseStore:
         if stored.status not in CONTINUED:
             text = f"{field}: {abbreviated(id)} is {stored.status}; one that is completed or incomplete is allowed"
             raise RequestError(400, text, param=field)
-        return msgspec.json.encode([*msgspec.json.decode(items), *stored.response["output"]])
+        return _encoder.encode([*_raw_items.decode(items), *stored.response["output"]])
 
-    async def referenced(self, ids: Sequence[str], owner: str) -> bytes:
-        """Returns stored items by their ids, as a JSON object. Raises RequestError: 404 where one is not there, 400
-        where too much is to be looked through for them."""
+    async def referenced(self, ids: Sequence[str], owner: str, hold: Hold) -> bytes:
+        """Returns stored items by their ids, as a JSON object; `hold` is asked for room for what is looked through.
+        Raises RequestError: 404 where one is not there, 400 where too much is to be looked through for them."""
         found: dict[str, Any] = {}
         left = MAX_REFERENCED
         for response in dict.fromkeys(map(response_of, ids)):
             wanted = {id for id in ids if response_of(id) == response}
             if response is not None:
-                left -= await self._find_items(response, owner, wanted, found, left)
+                left -= await self._find_items(response, owner, wanted, found, left, hold)
             if missing := wanted - found.keys():
                 raise unknown_item(min(missing))
         return msgspec.json.encode(found)
 
-    async def _find_items(self, response: str, owner: str, wanted: set[str], found: dict[str, Any], most: int) -> int:
+    async def _find_items(
+        self, response: str, owner: str, wanted: set[str], found: dict[str, Any], most: int, hold: Hold
+    ) -> int:
         """Adds the items of a response that are `wanted` to `found`; how many bytes it has looked through for them."""
         try:
             _, stored = await self.find(response, owner)
@@ -171,6 +177,7 @@ class ResponseStore:
             if stored.items_size > most:
                 rule = f"the responses that are referred to have more than {MAX_REFERENCED} bytes of items"
                 raise invalid("input", f"{rule}; go on from one by previous_response_id")
+            await hold(stored.items_size)
             items = written_items(await self.items(response, stored))
         except RequestError as error:
             if error.status == 404:
@@ -179,11 +186,11 @@ class ResponseStore:
         found |= {item.id: item.json for item in items if item.id in wanted}
         return stored.items_size
 
-    async def conversation(self, id: str, owner: str) -> bytes:
-        """Returns what goes on in a conversation begins with: its items, as a JSON array. Raises RequestError: 404
-        where it is not known, 400 where it is full."""
+    async def conversation(self, id: str, owner: str, hold: Hold) -> bytes:
+        """Returns what goes on in a conversation begins with: its items, as a JSON array; `hold` is asked for room for
+        it first. Raises RequestError: 404 where it is not known, 400 where it is full."""
         try:
-            await self.conversations.check_room(id, owner)
+            await hold(await self.conversations.check_room(id, owner))
             return msgspec.json.encode([item.json for item in await self.conversations.items(id, owner)])
         except DatabaseUnavailable as error:
             raise _unavailable(error) from None

@@ -8,6 +8,7 @@ the gateway that takes the response up, so that it is added once.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -135,6 +136,7 @@ class ConversationStore:
         for number, pieces in groupby(chunks, lambda chunk: chunk[0] // PIECES):
             added = written_items(b"".join(data for _, data in pieces))
             items += [item for item in added if number >= deleted.get(item.id, 0)]
+            await asyncio.sleep(0)  # others have their turn: an addition may have megabytes
         return items
 
     async def item(self, id: str, owner: str, item_id: str) -> WrittenItem:
@@ -152,10 +154,11 @@ class ConversationStore:
             id, owner, lambda stored: replace(stored, deleted={**stored.deleted, item_id: stored.additions})
         )
 
-    async def check_room(self, id: str, owner: str) -> None:
-        """Raises RequestError: 404 where it is not there, 400 where it is full."""
+    async def check_room(self, id: str, owner: str) -> int:
+        """Returns the bytes that it has. Raises RequestError: 404 where it is not there, 400 where it is full."""
         found = await self.get(id, owner)
         _check_bounds(found.stored.items + 1, found.record.size)
+        return found.record.size
 
     async def add(self, id: str, owner: str, items: Sequence[Item | msgspec.Raw], response: str | None = None) -> None:
         """Adds items; those of a `response` once. Raises RequestError: 404 where it is not there, 400 where it, or all

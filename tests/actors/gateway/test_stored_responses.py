@@ -11,6 +11,7 @@ import msgspec
 import openai
 import pytest
 
+from services.gateway.http.call import Call
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.tokenizer import ChatPrompt, Tokenize
 from tests.support.gateway.fake_services import MODEL, said
@@ -248,6 +249,30 @@ async def test_additions_to_a_conversation_at_once_are_all_kept_and_each_once(st
     for _ in range(2):  # as a gateway does that takes up what another one has nearly ended
         assert await store.add_to_conversation(response, b'[{"id": "a"}, {"id": "b"}]', 1, "")
     assert [item.id for item in await store.conversations.items(made.id, "")][12:] == ["b", "o"]
+
+
+async def test_what_is_read_of_the_database_is_held_as_bodies_are(
+    stack: GatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversation of 64 MiB that many ask for at once would take all memory."""
+    held: list[int] = []
+    hold = Call.hold_answer
+
+    async def recorded(call: Call, size: int) -> None:
+        held.append(size)
+        await hold(call, size)
+
+    monkeypatch.setattr(Call, "hold_answer", recorded)
+    client, long = stack.openai.conversations, "x" * 3000
+    made = await client.create(items=[{"role": "user", "content": long}])
+    [item] = (await client.items.list(made.id)).data
+    await client.items.retrieve(str(item.id), conversation_id=made.id)
+    first = await create(stack, input=long, conversation=made.id)
+    await create(stack, previous_response_id=first.id)
+    await stack.openai.responses.input_items.list(first.id)
+    await client.items.delete(str(item.id), conversation_id=made.id)
+    assert len(held) == 6
+    assert all(size > len(long) for size in held)
 
 
 async def test_conversations_have_bounds(

@@ -145,9 +145,9 @@ class ResponsesEndpoint(GeneratingEndpoint):
             return None
         found = continuation(body)
         if found.response is not None:
-            return await self._store.history(found.response, call.key.name)
+            return await self._store.history(found.response, call.key.name, call.hold_answer)
         if found.conversation is not None:
-            return await self._store.conversation(found.conversation, call.key.name)
+            return await self._store.conversation(found.conversation, call.key.name, call.hold_answer)
         return None
 
     async def _referenced(self, call: Call, body: bytes) -> bytes | None:
@@ -155,7 +155,7 @@ class ResponsesEndpoint(GeneratingEndpoint):
         if self._store is None or not may_refer(body):
             return None
         ids: list[str] = await self._parser.read("item_references", body)
-        return await self._store.referenced(ids, call.key.name) if ids else None
+        return await self._store.referenced(ids, call.key.name, call.hold_answer) if ids else None
 
     async def input_tokens(self, call: Call) -> None:
         """`/v1/responses/input_tokens`: how many tokens the prompt has; of an image an encoder says it. Raises

@@ -48,24 +48,30 @@ class ConversationEndpoints:
 
     async def items(self, call: Call) -> None:
         """`GET /v1/conversations/{id}/items`. Raises RequestError."""
-        page, (store, id) = ItemPage(call), self._named(call)
+        page, (store, id) = ItemPage(call), await self._held(call)
         await call.respond_json(page.of(await store.items(id, call.key.name)))
 
     async def item(self, call: Call) -> None:
         """`GET /v1/conversations/{id}/items/{name}`. Raises RequestError."""
         read_query(call, "include")
-        store, id = self._named(call)
+        store, id = await self._held(call)
         await call.respond_json((await store.item(id, call.key.name, call.scope["path_params"]["name"])).json)
 
     async def delete_item(self, call: Call) -> None:
         """`DELETE /v1/conversations/{id}/items/{name}`. Raises RequestError."""
-        store, id = self._named(call)
+        store, id = await self._held(call)
         changed = await store.delete_item(id, call.key.name, call.scope["path_params"]["name"])
         await call.respond_json(changed.body())
 
     async def _asked(self, call: Call, kind: BodyKind) -> tuple[ConversationStore, ConversationRequest]:
         store = kept(self._store)
         return store, await self._parser.read(kind, await call.body())
+
+    async def _held(self, call: Call) -> tuple[ConversationStore, str]:
+        """The conversation that is named, once there is room for all its items."""
+        store, id = self._named(call)
+        await call.hold_answer((await store.get(id, call.key.name)).record.size)
+        return store, id
 
     def _named(self, call: Call) -> tuple[ConversationStore, str]:
         return kept(self._store), call.scope["path_params"]["id"]

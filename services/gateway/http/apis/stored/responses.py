@@ -61,6 +61,7 @@ class StoredResponseEndpoints:
         page = ItemPage(call)
         background, id = self._named(call)
         _, stored = await background.store.find(id, call.key.name)
+        await call.hold_answer(stored.items_size)
         await call.respond_json(page.of(written_items(await background.store.items(id, stored))))
 
     def _named(self, call: Call) -> tuple[BackgroundResponses, str]:
