@@ -10,6 +10,7 @@ from services.gateway.api.anthropic.blocks import MessageBlocks
 from services.gateway.api.chat import AssistantMessage, repeatable_ids
 from services.gateway.api.cohere.answer import CohereMessage
 from services.gateway.api.generation import ChoiceRequest, GenerationKind, GenerationRequest
+from services.gateway.api.logprobs import EncodedEcho, by_id, by_text
 from services.gateway.api.ollama.answer import OllamaMessage
 from services.gateway.api.response import ChoiceState, ParsedMessage
 from services.gateway.api.responses.output_items import OutputItems
@@ -53,9 +54,11 @@ def choice_state(
         state.prompt_text = text
         if generation.echo:
             state.echo = text
-        state.echo_first_token = (
-            details[prompt].first_token if generation.response_options.echo_logprobs is not None else None
-        )
+        options = generation.response_options
+        if options.echo_logprobs is not None:
+            state.echo_first_token = details[prompt].first_token
+            if generation.stream is not None:
+                state.encoded_echo = EncodedEcho(by_id if options.tokens_as_ids else by_text, options.echo_logprobs)
     return state
 
 

@@ -178,7 +178,7 @@ class ResponseStore:
                 rule = f"the responses that are referred to have more than {MAX_REFERENCED} bytes of items"
                 raise invalid("input", f"{rule}; go on from one by previous_response_id")
             await hold(stored.items_size)
-            items = written_items(await self.items(response, stored))
+            items = await written_items(await self.items(response, stored))
         except RequestError as error:
             if error.status == 404:
                 return 0
@@ -202,7 +202,7 @@ class ResponseStore:
         if response.get("conversation") is None or response["status"] not in CONTINUED:
             return True
         id = response["conversation"]["id"]
-        asked = written_items(items)
+        asked = await written_items(items)
         new = [*(item.json for item in asked[len(asked) - added :]), *response["output"]]
         try:
             await self.conversations.add(id, owner, new, response["id"])

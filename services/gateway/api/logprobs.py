@@ -7,12 +7,15 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
+import msgspec
+
 from services.gateway.api.encoding.lazy_json import LazyArray
 from shared.messages.gateway import LogprobText, PositionLogprobs
 
 MIN_LOGPROB = -9999.0
 """JSON has no -Infinity; vLLM shows this instead."""
 
+_encode = msgspec.json.Encoder().encode
 TokenNaming = Callable[[LogprobText], str]
 """How a token is named."""
 
@@ -53,7 +56,7 @@ class CompletionLogprobs(NamedTuple):
 
     tokens: list[str]
     logprobs: list[float | None]
-    top: Iterator[dict[str, float] | None]
+    top: Iterator[dict[str, float] | msgspec.Raw | None]
     """Made as they are asked for, once: they are the most of it."""
     offsets: list[int]
     """Characters of the text before each token."""
@@ -106,12 +109,33 @@ def _top_logprobs(position: PositionLogprobs, top: int | None, naming: TokenNami
     return chosen | dict(reversed(likely.items()))
 
 
+class EncodedEcho:
+    """Owns the JSON of what is most likely at each position of an echoed prompt, made as parts of the prompt arrive: an
+    echo that is streamed has all of it in one event, for which nobody else is to wait."""
+
+    def __init__(self, naming: TokenNaming, top: int | None) -> None:
+        self._naming, self._top = naming, top
+        self.entries: list[msgspec.Raw] = []
+
+    def extend(self, positions: Iterable[PositionLogprobs]) -> None:
+        """The next ones."""
+        self.entries += (msgspec.Raw(_encode(_top_logprobs(each, self._top, self._naming))) for each in positions)
+
+
 def echoed_logprobs(
-    first: str, first_id: int | None, positions: Sequence[PositionLogprobs], naming: TokenNaming, top: int | None
+    first: str,
+    first_id: int | None,
+    positions: Sequence[PositionLogprobs],
+    naming: TokenNaming,
+    top: int | None,
+    encoded: EncodedEcho | None = None,
 ) -> CompletionLogprobs:
-    """Returns the columns of an echoed prompt: its first token, and `positions` from the second on."""
+    """Returns the columns of an echoed prompt: its first token, and `positions` from the second on. `encoded`: what is
+    most likely at these, where that was made before."""
     name = first if naming is by_text or first_id is None else f"token_id:{first_id}"
     rest, _ = completion_logprobs(positions, len(first), naming, top)
+    if encoded is not None:
+        rest = rest._replace(top=iter(encoded.entries))
     return CompletionLogprobs([name], [None], iter([None]), [0]).followed_by(rest)
 
 

@@ -13,6 +13,7 @@ from services.gateway.api.errors import STATUS, RequestError, invalid
 from services.gateway.api.generation import PROMPT_FIELDS, GenerationKind, ResponseOptions
 from services.gateway.api.logprobs import (
     CompletionLogprobs,
+    EncodedEcho,
     TokenNaming,
     by_id,
     by_text,
@@ -136,6 +137,8 @@ class ChoiceState:
     """The prompt's log-probabilities that have arrived, from its second token on."""
     echo_first_token: str | None = None
     """Text of the prompt's first token, as long as the prompt's log-probabilities are still to be echoed."""
+    encoded_echo: EncodedEcho | None = None
+    """Of an echo that is streamed: the same as JSON, made as it arrives."""
     prompt_text: str | None = None
     """Where the client wants it beside the output."""
     prompt_ids: list[int] | None = None
@@ -158,12 +161,15 @@ class ChoiceState:
         """Appends what is new. A part may repeat positions, after a preemption or in another attempt."""
         known = 1 + len(self.prompt_logprobs) - part.position
         assert known >= 0, "the supervisor lets no gap through"
-        self.prompt_logprobs.extend(part.logprobs[known:])
+        self.prompt_logprobs.extend(new := part.logprobs[known:])
+        if self.encoded_echo is not None:
+            self.encoded_echo.extend(new)
 
     def echoed_logprobs(self, naming: TokenNaming, top: int | None) -> CompletionLogprobs:
         """Returns the prompt's log-probabilities, for the echo before the output."""
         first_id = self.prompt_ids[0] if self.prompt_ids else None
-        return echoed_logprobs(self.echo_first_token or "", first_id, self.prompt_logprobs, naming, top)
+        known = self.encoded_echo
+        return echoed_logprobs(self.echo_first_token or "", first_id, self.prompt_logprobs, naming, top, known)
 
 
 def usage(choices: list[ChoiceState], completion_tokens: int | None = None) -> dict[str, Any]:

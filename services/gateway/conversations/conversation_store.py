@@ -134,7 +134,7 @@ class ConversationStore:
             chunks += more
         items: list[WrittenItem] = []
         for number, pieces in groupby(chunks, lambda chunk: chunk[0] // PIECES):
-            added = written_items(b"".join(data for _, data in pieces))
+            added = await written_items(b"".join(data for _, data in pieces))
             items += [item for item in added if number >= deleted.get(item.id, 0)]
             await asyncio.sleep(0)  # others have their turn: an addition may have megabytes
         return items

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from openai import AsyncOpenAI
 
-from tests.support.cluster.conversations import QUESTIONS
+from tests.support.cluster.conversations import QUESTIONS, client_of
 from tests.support.cluster.stack import RunningStack
 
 CITY: dict[str, Any] = {
@@ -66,6 +66,36 @@ async def test_a_stored_response_is_gone_on_from_as_a_chat_is(stack: RunningStac
     assert events[-1].response == await client.responses.retrieve(begun.id)  # type: ignore[union-attr]
     assert events[-1].response.output_text == second.output_text  # type: ignore[union-attr]
     await client.responses.delete(second.id)
+
+
+async def test_a_stored_chat_and_items_that_are_referred_to_are_found_at_any_gateway(
+    stack: RunningStack, client: AsyncOpenAI
+) -> None:
+    asked: Any = {"model": stack.model, "temperature": 0}
+    messages: Any = [{"role": "user", "content": QUESTIONS[0]}]
+    kept: dict[str, str] = {"of": "this test"}
+    chat = await client.chat.completions.create(**asked, messages=messages, max_tokens=12, store=True, metadata=kept)
+    stream = await client.chat.completions.create(
+        **asked, messages=messages, max_tokens=12, store=True, metadata=kept, stream=True
+    )
+    streamed = [chunk async for chunk in stream][-1].id
+    for _ in range(4):  # connections of their own, which either gateway may take
+        async with client_of(stack.url) as other:
+            chats = other.chat.completions
+            found = [await chats.retrieve(each) for each in (chat.id, streamed)]
+            assert [each.choices[0].message.content for each in found] == [chat.choices[0].message.content] * 2
+            assert [each.id async for each in chats.list(metadata=kept)] == [chat.id, streamed]
+            assert [each.content async for each in chats.messages.list(chat.id)] == [QUESTIONS[0]]
+    for each in (chat.id, streamed):
+        assert (await client.chat.completions.delete(each)).deleted
+    first = await client.responses.create(**asked, input=QUESTIONS[0], max_output_tokens=12)
+    [question] = [item.id async for item in client.responses.input_items.list(first.id)]
+    named: Any = [{"type": "item_reference", "id": each} for each in (question, first.output[0].id)]
+    whole: Any = [messages[0], {"role": "assistant", "content": first.output_text}]
+    last: Any = {"role": "user", "content": QUESTIONS[1]}
+    second = await client.responses.create(**asked, input=[*named, last], max_output_tokens=12)
+    again = await client.chat.completions.create(**asked, messages=[*whole, last], max_tokens=12)
+    assert second.output_text == again.choices[0].message.content
 
 
 async def test_logprobs_are_those_of_chats(stack: RunningStack, client: AsyncOpenAI) -> None:

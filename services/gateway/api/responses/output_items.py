@@ -6,6 +6,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Literal, assert_never, get_args
 
+import msgspec
+
 from services.gateway.api.chat import NewId, repeatable_ids
 from services.gateway.api.custom_tools.custom_input import CustomInput
 from services.gateway.api.logprobs import chat_logprobs
@@ -37,6 +39,7 @@ _DELTAS: dict[ItemKind, str] = {
     "custom_tool_call": "response.custom_tool_call_input",
 }
 _CALLS = get_args(CallKind)
+_encode = msgspec.json.Encoder().encode
 
 
 class OutputItem:
@@ -49,7 +52,8 @@ class OutputItem:
         self._index, self._named = index, named
         self._status: ItemStatus = "in_progress"
         self._pieces: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._logprobs: list[msgspec.Raw] = []
+        """As JSON, made as they come: several events at the end have all of them, which would hold up other streams."""
         self._input = CustomInput() if kind == "custom_tool_call" else None
 
     def begin(self) -> list[Event]:
@@ -68,7 +72,7 @@ class OutputItem:
             return [self._event(f"{_DELTAS[self.kind]}.delta", item_id=self.id, delta=text)] if text else []
         event = self._content_event(f"{_DELTAS[self.kind]}.delta", delta=text)
         if self.kind == "message":
-            event["logprobs"] = chat_logprobs(logprobs)["content"]
+            event["logprobs"] = [msgspec.Raw(_encode(each)) for each in chat_logprobs(logprobs)["content"]]
             self._logprobs += event["logprobs"]
         return [event]
 
@@ -91,7 +95,7 @@ class OutputItem:
                 pass
         ended = self._content_event(done, text=text)
         if self.kind == "message":
-            ended["logprobs"] = self._logprobs
+            ended["logprobs"] = list(self._logprobs)
         return [ended, self._content_event("response.content_part.done", part=self._part(text)), last]
 
     def body(self) -> dict[str, Any]:

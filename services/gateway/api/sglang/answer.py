@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 from services.gateway.api.logprobs import MIN_LOGPROB
@@ -11,11 +12,21 @@ from services.gateway.api.sglang.request import SglangAnswerOptions
 from services.gateway.api.vllm.answer_fields import WEIGHTS
 from shared.messages.gateway import LogprobText, PositionLogprobs
 
+JsonArray = Callable[[Iterable[Any]], Any]
+"""A list, or one that is made as it is encoded."""
+
 
 def answer(
-    choice: ChoiceState, header: ResponseHeader, options: SglangAnswerOptions, *, began: float, now: float
+    choice: ChoiceState,
+    header: ResponseHeader,
+    options: SglangAnswerOptions,
+    *,
+    began: float,
+    now: float,
+    array: JsonArray = list,
 ) -> dict[str, Any]:
-    """Returns a choice's answer as far as it has arrived. `began`, `now`: by the response's clock."""
+    """Returns a choice's answer as far as it has arrived. `began`, `now`: by the response's clock. `array`: what
+    log-probabilities are listed in."""
     meta: dict[str, Any] = {
         "id": identity(choice, header, options),
         "finish_reason": _finish_reason(choice),
@@ -26,7 +37,7 @@ def answer(
         "e2e_latency": now - began,
     }
     if options.logprobs:
-        meta |= _logprobs(choice, options)
+        meta |= {name: array(listed) for name, listed in _logprobs(choice, options)}
     return {"text": "".join(choice.texts), "output_ids": choice.token_ids, "meta_info": meta}
 
 
@@ -49,25 +60,25 @@ def _finish_reason(choice: ChoiceState) -> dict[str, Any] | None:
             return {"type": "abort", "message": "Aborted"}
 
 
-def _logprobs(choice: ChoiceState, options: SglangAnswerOptions) -> dict[str, Any]:
-    meta: dict[str, Any] = {"output_token_logprobs": _chosen(choice.logprobs, options)}
+def _logprobs(choice: ChoiceState, options: SglangAnswerOptions) -> Iterator[tuple[str, Iterable[Any]]]:
+    """The fields with log-probabilities."""
+    yield "output_token_logprobs", _chosen(choice.logprobs, options)
     if options.top:
-        meta["output_top_logprobs"] = _top(choice.logprobs, options)
-    if options.prompt_from is not None:
-        scored: list[Any] = [_first(choice, options), *_chosen(choice.prompt_logprobs, options)]
-        meta["input_token_logprobs"] = scored[options.prompt_from :]
+        yield "output_top_logprobs", _top(choice.logprobs, options)
+    if (begin := options.prompt_from) is not None:
+        scored: Iterable[Any] = chain([_first(choice, options)], _chosen(choice.prompt_logprobs, options))
+        yield "input_token_logprobs", islice(scored, begin, None)
         if options.top:
-            likely: list[Any] = [None, *_top(choice.prompt_logprobs, options)]
-            meta["input_top_logprobs"] = likely[options.prompt_from :]
-    return meta
+            likely: Iterable[Any] = chain([None], _top(choice.prompt_logprobs, options))
+            yield "input_top_logprobs", islice(likely, begin, None)
 
 
-def _chosen(positions: Iterable[PositionLogprobs], options: SglangAnswerOptions) -> list[list[Any]]:
-    return [_token(position.chosen, options) for position in positions]
+def _chosen(positions: Iterable[PositionLogprobs], options: SglangAnswerOptions) -> Iterator[list[Any]]:
+    return (_token(position.chosen, options) for position in positions)
 
 
-def _top(positions: Iterable[PositionLogprobs], options: SglangAnswerOptions) -> list[list[list[Any]]]:
-    return [[_token(text, options) for text in position.top[: options.top]] for position in positions]
+def _top(positions: Iterable[PositionLogprobs], options: SglangAnswerOptions) -> Iterator[list[list[Any]]]:
+    return ([_token(text, options) for text in position.top[: options.top]] for position in positions)
 
 
 def _token(text: LogprobText, options: SglangAnswerOptions) -> list[Any]:

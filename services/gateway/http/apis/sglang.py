@@ -74,7 +74,8 @@ class SglangEndpoint(GeneratingEndpoint):
             if await self._whole(call, response):
                 now = time.monotonic()
                 bodies = (
-                    answer(choice, header, options, began=response.started_at, now=now) for choice in response.choices
+                    answer(choice, header, options, began=response.started_at, now=now, array=LazyArray)
+                    for choice in response.choices
                 )
                 await self._answer(call, LazyArray(bodies) if options.batch else next(bodies))
             return

@@ -1,14 +1,17 @@
-"""What vectors of one response may hold of a gateway's memory."""
+"""What one response may hold of a gateway's memory, and for how long of its event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from services.gateway.api.encoding.lazy_json import LazyArray, LazyEncoder
 from services.gateway.api.errors import RequestError
+from services.gateway.api.logprobs import EncodedEcho, by_text, echoed_logprobs
 from services.gateway.api.response import (
     MAX_VECTOR_BYTES,
     ChoiceState,
@@ -16,9 +19,13 @@ from services.gateway.api.response import (
     ResponseHeader,
     ResponseWriter,
 )
+from services.gateway.api.responses import written_items
+from services.gateway.api.sglang.answer import answer
+from services.gateway.api.sglang.request import SglangAnswerOptions
 from services.gateway.http.call import LARGE_SHARE, BodyBudget, BodyLease, Call
 from services.gateway.metrics import ModelMeters
 from shared.ids import RequestId
+from shared.messages.gateway import LogprobText, PositionLogprobs
 
 VECTOR = bytes(2**20)
 
@@ -58,3 +65,37 @@ async def test_answers_wait_for_room_and_the_largest_until_they_are_alone() -> N
     Call.close(first)
     await waiting
     assert budget.used == most
+
+
+async def test_items_that_are_listed_are_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written_items, "TURN_SECONDS", 0.0)
+    reading = asyncio.ensure_future(
+        written_items.written_items(json.dumps([{"id": str(i)} for i in range(9)]).encode())
+    )
+    turns = 0
+    while not reading.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert [item.id for item in reading.result()] == [str(i) for i in range(9)]
+    assert turns >= 9
+
+
+async def test_log_probabilities_of_one_choice_are_made_in_turns() -> None:
+    positions = [PositionLogprobs(text(n), (text(n), text(n + 1))) for n in range(5)]
+    choice = ChoiceState(0, 0, logprobs=positions, prompt_logprobs=positions[1:], echo_first_token="t0", prompt_ids=[0])
+    options = SglangAnswerOptions(batch=False, rid=None, logprobs=True, top=2, texts=True, prompt_from=1)
+    header = ResponseHeader("sglang", "sglang-1", 17, "m")
+    lazy = answer(choice, header, options, began=0.0, now=0.0, array=LazyArray)
+    assert sum(isinstance(each, LazyArray) for each in lazy["meta_info"].values()) == 4
+    whole = answer(choice, header, options, began=0.0, now=0.0)
+    assert json.loads(await LazyEncoder().encode(lazy)) == whole
+    echo = EncodedEcho(by_text, 1)
+    for position in positions[1:]:
+        echo.extend([position])
+    asked: tuple[str, int, list[PositionLogprobs]] = ("t0", 0, positions[1:])
+    encoded = await LazyEncoder().encode(echoed_logprobs(*asked, by_text, 1, echo).body())
+    assert json.loads(encoded) == echoed_logprobs(*asked, by_text, 1).body()
+
+
+def text(token: int) -> LogprobText:
+    return LogprobText(f"t{token}", b"t", -0.5 * token, token)

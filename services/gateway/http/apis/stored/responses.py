@@ -62,7 +62,7 @@ class StoredResponseEndpoints:
         background, id = self._named(call)
         _, stored = await background.store.find(id, call.key.name)
         await call.hold_answer(stored.items_size)
-        await call.respond_json(page.of(written_items(await background.store.items(id, stored))))
+        await call.respond_json(page.of(await written_items(await background.store.items(id, stored))))
 
     def _named(self, call: Call) -> tuple[BackgroundResponses, str]:
         id: str = call.scope["path_params"]["id"]
