@@ -51,6 +51,9 @@ def test_chats_with_images_say_what_the_library_says(tmp_path: Path, make: Calla
             assert output.prompt_token_ids == [
                 model.row_tokens[0] if each in model.row_tokens else each for each in ids
             ]
+        if make in IMAGE_KINDS.values():
+            return
+        # A prompt's own text goes the way of a chat's that is rendered, whatever the kind.
         beside = [Image.open(io.BytesIO(images[0])), images[1]]
         text = model.processor.apply_chat_template(shown(chats[1][0]), add_generation_prompt=True)
         (generated,) = llm.generate({"prompt": text, "multi_modal_data": {"image": beside}}, GREEDY)
