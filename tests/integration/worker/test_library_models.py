@@ -53,6 +53,15 @@ def test_an_unknown_architecture_is_computed_by_the_library(cohere: TinyModel, o
     check_resumed_sequences(cohere, backend)
 
 
+def test_what_an_engine_says_is_no_reference_unless_it_is_right(cohere: TinyModel) -> None:
+    tokens = prompt(9, 77)
+    wrong = [5, 5, 5, 5]
+    right = cohere.greedy(tokens, 4, wrong)
+    assert right != wrong
+    assert cohere.greedy(tokens, 3, right[:3]) == right[:3]
+    assert cohere.greedy(tokens, 5, [*right, 5]) == [*right, cohere.greedy([*tokens, *right], 1)[0]]
+
+
 def test_it_is_launched_as_on_a_device_that_works_by_itself(cohere: TinyModel) -> None:
     check_mixed_batch(cohere, launching(tiny_backend(cohere.path)))
 

@@ -33,7 +33,7 @@ from tests.support.models.tiny_nas import make_nas
 from tests.support.models.tiny_tokenizers import letters
 from tests.support.worker.compiled_grammars import grammar_library
 from tests.support.worker.guided_engine import GuidedEngine
-from tests.support.worker.library_situations import FEW_LENGTHS, check_mixed_batch, prompt
+from tests.support.worker.library_situations import FEW_LENGTHS, check_mixed_batch, generated, prompt
 from tests.support.worker.plan_driver import GREEDY, Driver
 from tests.support.worker.planned_engine import PlannedEngine
 from tests.support.worker.rank_processes import RankProcesses, rank_processes
@@ -128,7 +128,7 @@ def greedy(bench: Bench) -> None:
     bench.recorded.clear()
     sequence = driver.add(tokens, OUTPUT)
     driver.run()
-    assert sequence.output == bench.model.greedy(tokens, OUTPUT)
+    assert sequence.output == bench.model.greedy(tokens, OUTPUT, sequence.output)
     expected = bench.model.logits(sequence.tokens)[len(tokens) - 1 : -1]
     assert torch.cat(bench.recorded[-OUTPUT:]).sub(expected).abs().max() < 1e-4 * expected.abs().max()
 
@@ -150,7 +150,8 @@ def on_ranks(bench: Bench, tp: int = 1, stages: int = 1) -> None:
     prompts = [prompt(length, length) for length in (2, 33, 71)]
     requests = [engine.ask(tokens, OUTPUT) for tokens in prompts]
     engine.run()
-    assert [request.tokens for request in requests] == [bench.model.greedy(tokens, OUTPUT) for tokens in prompts]
+    said = [request.tokens for request in requests]
+    assert said == generated(bench.model, prompts, said)
 
 
 def prefix_cache(bench: Bench) -> None:
@@ -158,11 +159,12 @@ def prefix_cache(bench: Bench) -> None:
     engine, tokens = PlannedEngine(bench.plain), prompt(70, 5)
     other = tokens[:48] + prompt(9, 6)
     for asked_for, cached in ((tokens, 0), (tokens, 64)):
-        assert engine.generate(asked_for, OUTPUT) == (bench.model.greedy(tokens, OUTPUT), cached)
+        said = engine.generate(asked_for, OUTPUT)
+        assert said == (bench.model.greedy(tokens, OUTPUT, said[0]), cached)
     # Layers with states leave a checkpoint there for the second that comes.
     found = [engine.generate(asked_for, OUTPUT) for asked_for in (other, [*other[:-1], 7])]
-    assert found[0][0] == bench.model.greedy(other, OUTPUT)
-    assert found[1] == (bench.model.greedy([*other[:-1], 7], OUTPUT), 48)
+    assert found[0][0] == bench.model.greedy(other, OUTPUT, found[0][0])
+    assert found[1] == (bench.model.greedy([*other[:-1], 7], OUTPUT, found[1][0]), 48)
 
 
 def handed_over(bench: Bench) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -457,11 +457,15 @@ class TinyModel:
             logits: torch.Tensor = self.reference(torch.tensor([tokens])).logits[0]
         return logits
 
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """`count` tokens as `transformers` generates them; found once for each prompt."""
+    def greedy(self, prompt: list[int], count: int, said: Sequence[int] = ()) -> list[int]:
+        """`count` tokens as `transformers` generates them; found once for each prompt. `said`: what somebody holds them
+        to be; one pass shows whether each is the likeliest behind those before it, a fifth of `generate`'s time."""
         asked = (tuple(prompt), count)
         if asked not in self.generated:
-            self.generated[asked] = self._generated(prompt, count)
+            found = list(said)
+            if len(found) != count or self.logits(prompt + found)[-count - 1 : -1].argmax(-1).tolist() != found:
+                found = self._generated(prompt, count)
+            self.generated[asked] = found
         return list(self.generated[asked])
 
     def _generated(self, prompt: list[int], count: int) -> list[int]:

