@@ -51,10 +51,11 @@ def start_time(pid: int) -> float | None:
             return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
         return None
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # often: costs half of what text does
+            fields = file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in "ZX" else float(fields[19])
+    return None if fields[0] in b"ZX" else float(fields[19])
 
 
 def marked_processes(run_dir: Path) -> Iterator[tuple[str, ProcessIdentity]]:
