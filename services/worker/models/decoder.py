@@ -301,7 +301,7 @@ class Decoder:
                 continue
             x, residual = self.mlp_output(layer, mixed, residual)
             if given is not None:
-                residual = self._with_level(given, residual, number + 1)
+                residual = given.add_level(residual, self._config.level_before(self._weights.first_layer + number + 1))
             x, residual = self._stream.passed(x, residual, layer, following)
             taps.keep(number + 1, residual)
         last, cache = layers[-1], caches[-1]
@@ -310,7 +310,7 @@ class Decoder:
         if self._weights.final_norm is None:
             x, residual = self.mlp_output(last, self.attend(last, queries, meta, cache, None, beside), residual)
             if given is not None:
-                residual = self._with_level(given, residual, len(layers))
+                residual = given.add_level(residual, self._config.level_before(self._weights.first_layer + len(layers)))
             self._pipeline.send(self._stream.sent(residual.add_(x)))
             return None
         if features is not None and self.ends_every_row:
@@ -339,12 +339,8 @@ class Decoder:
             given = InputRows(given.rows[here] - own.first, given.values[here])
         if given is not None and self._weights.embedding is not None:
             residual = given.put_into(residual, self._embedding_scale if self._config.scales_inputs else None)
-            residual = self._with_level(given, residual, 0)
+            residual = given.add_level(residual, self._config.level_before(0))
         return residual, given
-
-    def _with_level(self, given: InputRows, residual: Tensor, number: int) -> Tensor:
-        """residual [n, hidden] in front of the layer of this stage with that `number`, with what is added there."""
-        return given.add_level(residual, self._config.level_before(self._weights.first_layer + number))
 
     @property
     def ends_every_row(self) -> bool:

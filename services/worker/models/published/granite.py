@@ -25,7 +25,7 @@ _DEFAULTS: dict[str, Any] = {
 """What `transformers` takes where nothing is said."""
 
 
-class _RawGranite(Struct, kw_only=True):
+class _RawGraniteVision(Struct, kw_only=True):
     num_hidden_layers: int = 32
     embedding_multiplier: float = 1.0
     logits_scaling: float = 1.0
@@ -36,7 +36,7 @@ class _RawGranite(Struct, kw_only=True):
 
 def granite_vision(raw: Mapping[str, Any]) -> Published:
     """Raises ModelError, and msgspec.ValidationError."""
-    own, said = converted(raw, _RawGranite), {key: value for key, value in raw.items() if value is not None}
+    own, said = converted(raw, _RawGraniteVision), {key: value for key, value in raw.items() if value is not None}
     layers = own.level_layers
     if wrong := [each for each in layers if not 0 <= each < own.num_hidden_layers or layers.count(each) > 1]:
         raise ModelError(
