@@ -340,6 +340,8 @@ async def ask_at(stack: RunningStack, message: dict[str, Any]) -> Any:
         (IMAGE_KINDS["minicpm"], 1, "<|image_pad|>"),
         (IMAGE_KINDS["lfm3"], 1, "<|image_pad|>"),
         (IMAGE_KINDS["qwen4"], 1, "<|image_pad|>"),
+        (IMAGE_KINDS["granite4-vision"], 2, "<image>"),
+        (IMAGE_KINDS["idefics2"], 1, "<image>"),
     ],
 )
 async def test_images_of_further_kinds_are_handed_over(
