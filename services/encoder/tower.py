@@ -60,7 +60,7 @@ class ImageTower:
         a prompt may have. Raises TowerUnusable."""
         if (images := read_image_model(folder)) is None:
             raise TowerUnusable(f"{folder}: the model takes no images")
-        self._folder, self._mutual = folder, images.mutual
+        self._folder, self._mutual, self._beside = folder, images.mutual, images.beside
         with refusing(folder):
             config = self._read(images, dtype, max_pixels)
         if not self.hears and hasattr(config, "audio_config"):
@@ -132,6 +132,7 @@ class ImageTower:
             grids=() if grid is None else (grid,),
             mutual=(True,) if self._mutual else (),
             texts=texts,
+            encoded=self._beside,
         )
 
     @property
@@ -165,6 +166,8 @@ class ImageTower:
         for name in (pixels, "high_res_pixel_values", "pixel_values_local"):
             if name in prepared:
                 prepared[name] = prepared[name].to(DTYPES[self.dtype])
+        if self._beside:
+            return self._rows_of_tiles(prepared), None
         encode = self._model.get_image_features if pixels == "pixel_values" else self._model.get_video_features
         features = encode(**prepared)
         if self._projects:
@@ -182,6 +185,14 @@ class ImageTower:
             return rows, None
         frames, height, width = patches[0].tolist()
         return rows, (frames, height // self._merged, width // self._merged)
+
+    def _rows_of_tiles(self, prepared: dict[str, Tensor]) -> Tensor:
+        """[tiles · rows, hidden] of Llama 3.2 Vision's: those of the tiles that an image has, and of none that fill it
+        up, which no token sees."""
+        states = self._model.vision_model(**prepared).last_hidden_state[0, 0]  # [most tiles, rows, levels]
+        tiles = int(prepared["aspect_ratio_mask"].sum())
+        rows: Tensor = self._model.multi_modal_projector(states[:tiles].flatten(0, 1))
+        return rows
 
     def _among_marks(self, rows: Tensor, marks: Tensor, tokens: Tensor) -> Tensor:
         """Ovis2's: [tokens, hidden] of `rows` and of the rows that its tower has for what is written among them."""

@@ -12,6 +12,7 @@ from services.worker.executor.backend_choice import make_backend  # noqa: F401
 from services.worker.models.weight_files import read_ahead
 from shared.config import load_config
 from shared.machine.home import expanded
+from shared.models.image_models import read_cross_images
 
 
 def preload(flags: Sequence[str]) -> None:
@@ -44,6 +45,8 @@ def computed_by_the_library(config: WorkerConfig, folder: Path) -> bool:
     from services.worker.models.config import ModelError
     from services.worker.models.hf_config import is_native
 
+    sees = not config.language_model_only and read_cross_images(folder) is not None
     with suppress(ModelError):
-        return config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native(folder))
+        ours = is_native(folder) and not sees
+        return config.model_impl == "transformers" or (config.model_impl == "auto" and not ours)
     return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from math import prod
 from typing import Annotated, Literal
 
@@ -183,8 +184,9 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
     media: tuple[MediaRows | None, ...] = ()
     """Of each run, where its rows are kept; None: they are the next ones in `rows`. None at all: all are there."""
     encoded: bool = False
-    """Whether the rows stand beside the prompt instead of in it: what an encoder made of a sound (Whisper), to which
-    every token attends in layers of its own (cross-attention). The prompt's tokens are its own then."""
+    """Whether the rows stand beside the prompt instead of in it: what an encoder made of a sound (Whisper) or of images
+    (Llama 3.2 Vision), to which tokens attend in layers of their own (cross-attention). The prompt's tokens are its own
+    then, and runs say from which token on so many rows are seen (`shared.media.seen_rows`)."""
     offsets: tuple[FrameOffset | None, ...] = ()
     """Of each run with a grid that goes on with the video of the run before it: how far its frame is behind the first
     one, as a position on the axis of frames. None: it begins an image or a video. None at all: all runs do."""
@@ -239,12 +241,10 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
 
     def fits(self, prompt_length: int) -> bool:
         """Whether each row has its token of a prompt of this length: all of them, or runs that follow each other; and
-        what is said of runs is said of each, grids are as large, and those of a video follow each other. Rows beside
-        the prompt are one run."""
+        what is said of runs is said of each, grids are as large, and those of a video follow each other. Of rows beside
+        the prompt all runs together have them, each from another token on."""
         if self.encoded:
-            one_run = self.runs in ((), ((0, self.count),)) and not (self.grids or self.mutual or self.offsets)
-            own = self.count - sum(each.count for each in self.kept)
-            return one_run and self.count > 0 and len(self.rows) == own * self.row_bytes
+            return self._fits_beside(prompt_length)
         said = (self.grids, self.mutual, self.media, self.offsets)
         if any(each and len(each) != len(self.runs) for each in said) or not self._videos_fit():
             return False
@@ -259,6 +259,21 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
                 return False
             end, rows = start + count, rows + (own if kept is None else 0)
         return end <= prompt_length and len(self.rows) == rows * self.row_bytes
+
+    def _fits_beside(self, prompt_length: int) -> bool:
+        own = self.count - sum(each.count for each in self.kept)
+        if self.grids or self.mutual or self.offsets or self.texts or self.count < 1:
+            return False
+        runs, tokens = self.runs or ((0, self.count),), [-1, *(token for token, _ in self.runs)]
+        media = self.media or (None,) * len(runs)
+        if len(media) != len(runs) or any(
+            count < 1 or (kept is not None and kept.count != count)
+            for (_, count), kept in zip(runs, media, strict=True)
+        ):
+            return False
+        ordered = all(one < other for one, other in pairwise(tokens)) and tokens[-1] < prompt_length
+        whole = sum(count for _, count in runs) == self.count
+        return ordered and whole and len(self.rows) == own * self.row_bytes
 
     def _texts_between(self, first: int, end: int) -> int:
         """Tokens of `texts` from `first` up to `end`."""

@@ -136,6 +136,17 @@ class EncoderDecoderModel(Struct, frozen=True, array_like=True, kw_only=True):
         return (self.start,) if self.forced_first is None else (self.start, self.forced_first)
 
 
+class CrossImageModel(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a model's files say of images that its tokens attend to beside themselves (Llama 3.2 Vision)."""
+
+    token: int
+    """What stands in a prompt where an image does. It may be above all tokens that are drawn."""
+    row_size: int
+    """Elements of each row that its encoder makes."""
+    rows: int
+    """Of all images of a prompt, at most."""
+
+
 class SoundModel(Struct, frozen=True, array_like=True):
     """What a model's files say of the sounds that its chats may have."""
 
@@ -227,10 +238,13 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     """How its encoder reads prompts, of which each request has rows beside what its decoder begins with; None: it has
     no encoder of texts."""
 
+    cross_images: CrossImageModel | None = None
+    """How it attends to images beside its prompts, which may have none; None: it does not."""
+
     @property
-    def reads_beside(self) -> AudioModel | EncoderDecoderModel | None:
+    def reads_beside(self) -> AudioModel | EncoderDecoderModel | CrossImageModel | None:
         """What its tokens attend to beside themselves: rows of an encoder's, as many and as large as this says."""
-        return self.audio or self.encoder_decoder
+        return self.audio or self.encoder_decoder or self.cross_images
 
     def takes_rows(self, size: int) -> bool:
         """Whether rows of `size` elements may stand in place of tokens, or beside them: a client's or an encoder's."""

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, Struct, field, structs
 
+from shared.messages.generation import MAX_MEDIA_BYTES
+from shared.messages.model_card import CrossImageModel
 from shared.models.processor_files import known_processor
 
 GEMMA = "Gemma3ForConditionalGeneration"
@@ -96,9 +98,10 @@ IMAGE_ARCHITECTURES = (
 Baton's own code computes."""
 MLLAMA = "MllamaForConditionalGeneration"
 NESTING_ARCHITECTURES = (*IMAGE_ARCHITECTURES, MLLAMA)
-"""Those whose configuration has that of a language model in it which Baton's own code computes."""
-LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4, AYA_VISION, COHERE2_VISION, ARIA, EXAONE_4_5)
-"""The same of those whose language model `transformers` computes."""
+"""Those whose configuration has that of a language model in it which Baton's own code computes; of the last one where
+it is served for texts alone."""
+LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4, AYA_VISION, COHERE2_VISION, ARIA, EXAONE_4_5, MLLAMA)
+"""The same of those whose language model `transformers` computes; of the last one where it is served with images."""
 
 DEFAULT_IMAGE_TOKENS = {
     LLAVA_ONEVISION: 151_646,
@@ -151,6 +154,8 @@ class ImageModel(Struct, frozen=True):
     """Whether an image's tokens see each other."""
     by_library: bool = False
     """Whether its language model is computed by `transformers`."""
+    beside: bool = False
+    """Whether rows stand beside the prompt, which has one token for each image (`PromptEmbeds.encoded`)."""
     hears: bool = False
     """Whether it takes sounds in place of images (`shared/models/audio_models.py`)."""
     sound: int | None = None
@@ -176,6 +181,28 @@ class _RawImageModel(Struct):
 
 class _RawNumbers(Struct):
     use_image_id: bool = True
+
+
+class _RawCrossText(Struct):
+    hidden_size: int = 4096
+
+
+class _RawCrossVision(Struct):
+    image_size: int = 448
+    patch_size: int = 14
+    max_num_tiles: int = 4
+
+
+class _RawCrossImages(Struct):
+    architectures: tuple[str, ...] = ()
+    text_config: _RawCrossText = field(default_factory=_RawCrossText)
+    vision_config: _RawCrossVision = field(default_factory=_RawCrossVision)
+
+
+CROSS_IMAGES = 4
+"""Images of a prompt for whose rows, of all tiles, there is room."""
+_LEAST_BYTES = 2
+"""Of an element of a row."""
 
 
 class _RawArchitectureNames(Struct):
@@ -208,8 +235,7 @@ def known_config(folder: Path, kind: type[_R]) -> _R | None:
 def nests_language_model(folder: Path) -> bool:
     """Whether the tensors of the model in `folder` are named as those of a language model within another one."""
     raw = known_config(folder, _RawArchitectureNames)
-    nesting = (*NESTING_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES)
-    return raw is not None and any(map(nesting.__contains__, raw.architectures))
+    return raw is not None and any(map(_ARCHITECTURES.__contains__, raw.architectures))
 
 
 def hears_alone(folder: Path) -> bool:
@@ -241,6 +267,8 @@ def read_image_model(folder: Path) -> ImageModel | None:
             by_library=True,
             sound=None if raw.audio_config is None else sound,
         )
+    if MLLAMA in raw.architectures:
+        return ImageModel(128_256 if token is None else token, by_library=True, beside=True)
     if AYA_VISION in raw.architectures:
         return ImageModel(255_036 if token is None else token, shown="<image>", by_library=True)
     if COHERE2_VISION in raw.architectures:
@@ -262,3 +290,14 @@ def read_image_model(folder: Path) -> ImageModel | None:
         return None if token is None else ImageModel(token, bounded="<fake_token_around_image>")
     shown = "<image>" if any(each in raw.architectures for each in (OVIS2, QIANFAN_OCR)) else None
     return None if token is None else ImageModel(token, shown=shown)
+
+
+def read_cross_images(folder: Path) -> CrossImageModel | None:
+    """What the files of a model in `folder` say whose tokens attend to images beside its prompt; None for others."""
+    images, raw = read_image_model(folder), known_config(folder, _RawCrossImages)
+    if images is None or not images.beside or raw is None:
+        return None
+    size, vision = max(1, raw.text_config.hidden_size), raw.vision_config
+    rows = vision.max_num_tiles * ((vision.image_size // max(1, vision.patch_size)) ** 2 + 1)
+    most = MAX_MEDIA_BYTES // (_LEAST_BYTES * size)
+    return CrossImageModel(token=images.token_id, row_size=size, rows=max(1, min(CROSS_IMAGES * rows, most)))

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 
+from shared.models.image_models import read_image_model
+
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -132,8 +134,10 @@ def _content(token: Any) -> str:
 
 
 def _vocab_size(folder: Path, tokenizer: Tokenizer) -> int:
-    config = read_json(folder / "config.json")
+    """With what stands for images that are beside the prompt, which is behind all that is drawn."""
+    config, images = read_json(folder / "config.json"), read_image_model(folder)
+    further = images.token_id + 1 if images is not None and images.beside else 0
     for source in (config, config.get("text_config")):
         if isinstance(source, dict) and isinstance(source.get("vocab_size"), int):
-            return int(source["vocab_size"])
+            return max(int(source["vocab_size"]), further)
     return int(tokenizer.get_vocab_size(with_added_tokens=True))

@@ -23,6 +23,7 @@ from deploy.cli.up.counts import (
     hands_over,
     layer_split,
     max_instances,
+    with_images_beside,
 )
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
@@ -359,7 +360,7 @@ def _without_unread_tower(
     if allows_texts_alone(part.model, gateway):
         settings = merged({"worker": {"language_model_only": "true"}}, settings)
     elif not config.language_model_only and config.load_format != "dummy" and config.device != "sim":
-        return part
+        return replace(part, counts=with_images_beside(part.counts, part.model))
     return replace(part, counts=replace(part.counts, encoder=0), settings=settings)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from deploy.errors import CommandError
 from deploy.supervisor.core.plan import MAX_COUNT, POOLS, Counts
 from deploy.supervisor.settings import StackSettings
@@ -13,7 +15,7 @@ from services.gateway.config import GatewayConfig
 from services.worker.distributed.binding import available_cores
 from shared.models.audio_models import read_audio_model
 from shared.models.encoder_models import encoder_type, read_encoder_decoder
-from shared.models.image_models import read_image_model
+from shared.models.image_models import read_cross_images, read_image_model
 from shared.models.video_models import read_video_model
 
 INSTANCES_PER_CORE, MIN_MAX_INSTANCES = 4, 16
@@ -155,6 +157,25 @@ def check_engines(stack: StackSettings, pp: int, context_parallel: int, data_par
         if asked:
             sentence = f"an encoder reads what is sent to {model}, and {why}"
             raise CommandError(f"{option}: {sentence}; allowed: --engines N", status=2)
+
+
+def with_images_beside(counts: Counts, model: Path) -> Counts:
+    """Those of a model that is served with its images. Raises CommandError for pools, ranks, stages and groups where
+    its tokens attend to these beside their prompt, as those of a model with an encoder do."""
+    if read_cross_images(model) is None:
+        return counts
+    for option, asked in (
+        ("--prefill", counts.prefill > 0),
+        ("--decode", counts.decode > 0),
+        ("--tp, --prefill-context-parallel-size", counts.ranks > counts.stages),
+        ("--pp", counts.stages > 1),
+        ("--data-parallel-size", counts.data_parallel > 1),
+    ):
+        if asked:
+            sentence = f"an encoder reads the images of {model}, and one rank computes it, which hands nothing over"
+            allowed = "allowed: --engines N; --language-model-only serves it for texts"
+            raise CommandError(f"{option}: {sentence}; {allowed}", status=2)
+    return replace(counts, hands_over=False)
 
 
 def hands_over(model: Path) -> bool:

@@ -16,7 +16,7 @@ from shared.models.image_models import ImageModel
 from shared.models.tokenizer_files import load_tokenizer
 
 _OF_TEXTS = frozenset(
-    {"num_crops", "num_patches", "num_patches_per_image", "num_soft_tokens_per_image", "rows", "cols"}
+    {"num_crops", "num_tiles", "num_patches", "num_patches_per_image", "num_soft_tokens_per_image", "rows", "cols"}
     | {"aspect_ratios", "grids", "tile_grid"}
 )
 """What processors of images say for the text alone."""

@@ -14,8 +14,9 @@ from hashlib import blake2b
 from services.scheduler.core.hybrid_memory import GroupedPrefixIndex
 from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.sequence import Sequence
-from shared.blocks import HASH_BYTES, BlockHash, blocks_for
+from shared.blocks import HASH_BYTES, BlockHash
 from shared.kv_groups import KvCacheGroup, longest_sequence
+from shared.media.seen_rows import blocks_of_rows, places_of_rows
 from shared.messages.generation import PromptEmbeds
 
 _GROUP = 1
@@ -93,13 +94,15 @@ class EncodedBlockAllocator(BlockAllocator):
             return []
         table = sequence.blocks
         if table.encoded_name is None:
-            table.encoded_name = _name_of(embeds, sequence.generation.cache_salt)
+            table.encoded_name = _name_of(embeds, sequence.generation.cache_salt, self.block_size)
         return [
             BlockHash(blake2b(number.to_bytes(4, "little"), digest_size=HASH_BYTES, key=table.encoded_name).digest())
-            for number in range(blocks_for(embeds.count, self.block_size))
+            for number in range(blocks_of_rows(embeds, self.block_size))
         ]
 
 
-def _name_of(embeds: PromptEmbeds, salt: str | None) -> bytes:
+def _name_of(embeds: PromptEmbeds, salt: str | None, block_size: int) -> bytes:
+    """The same rows lie otherwise where others of them are seen together."""
     key = b"" if salt is None else blake2b(salt.encode(), digest_size=HASH_BYTES).digest()
-    return blake2b(embeds.of_tokens(0, 1), digest_size=HASH_BYTES, key=key).digest()
+    places = b"".join(place.to_bytes(4, "little") for place, _ in places_of_rows(embeds, block_size)[1:])
+    return blake2b(embeds.of_tokens(0, 1) + places, digest_size=HASH_BYTES, key=key).digest()

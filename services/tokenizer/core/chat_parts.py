@@ -151,6 +151,24 @@ class ChatParts:
         rows = b"".join(chat.embeds[number].rows for number in order)
         return ids, replace(chat.embeds[0], rows=rows, runs=tuple(runs), **said)
 
+    def joined_beside(
+        self, found: list[int | None], chat: ChatPrompt, order: list[int], image: int
+    ) -> tuple[list[int], PromptEmbeds]:
+        """The same of a chat whose rows stand beside it: each image has one token, `image`, from which on its rows are
+        seen. Raises PromptRefused."""
+        if found.count(None) != len(order):
+            raise self._not_shown(chat)
+        ids = [image if token is None else token for token in found]
+        parts = [chat.embeds[number] for number in order]
+        places = (place for place, token in enumerate(found) if token is None)
+        media = tuple(kept for part in parts for kept in part.media or (None,))
+        return ids, replace(
+            parts[0],
+            rows=b"".join(part.rows for part in parts),
+            runs=tuple((place, part.count) for place, part in zip(places, parts, strict=True)),
+            media=media if any(media) else (),
+        )
+
     def _not_shown(self, chat: ChatPrompt) -> PromptRefused:
         named = ((self._shown, chat.images), ("videos", chat.videos), ("sounds", chat.sounds))
         kinds = [name for name, given in named if given]

@@ -204,6 +204,8 @@ class PromptEncoder:
         if not isinstance(chat, ChatPrompt) or not (chat.images or chat.videos or chat.sounds):
             return self._tokens(prompt, truncation=_truncation(request))
         ids, embeds, order = self._with_parts(prompt, chat, None)
+        if embeds.encoded:
+            return ids
         for (first, count), part in zip(embeds.runs, order, strict=True):
             ids[first : first + count] = self._vocabulary.named([self._parts.token_of(chat, part)]) * count
         for first, written in embeds.texts:
@@ -271,6 +273,9 @@ class PromptEncoder:
             max_model_len=max_model_len,
             part_tokens=self._parts.tokens(chat),
         )
+        if chat.embeds[0].encoded:
+            (image,) = self._vocabulary.named(self._parts.tokens(chat))
+            return *self._parts.joined_beside(found, chat, order, image), order
         return *self._parts.joined(found, chat, order), order
 
     def _thinking(self, message: Tokenize, ids: list[int]) -> Thinking | None:

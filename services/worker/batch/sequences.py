@@ -258,7 +258,7 @@ class SequenceTable:
             lasts=lasts,
             shifts=self.shifts.of(rows.seq_indices, rows.positions),
             inputs=inputs,
-            encoded=None if self.encoded is None else self.encoded.of(rows.seq_indices),
+            encoded=None if self.encoded is None else self.encoded.of(rows.seq_indices, rows.positions),
             trees=trees,
         )
 

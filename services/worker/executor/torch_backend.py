@@ -26,6 +26,7 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.expert_parallel.expert_load import ExpertLoad, load_path
 from services.worker.models.fallback.encoder_decoder_limits import check_encoder_decoder
 from services.worker.models.loaded_model import (
+    AttendsAcross,
     LoadedModel,
     LoadSettings,
 )
@@ -47,9 +48,10 @@ from services.worker.speculation.proposer import NO_DRAFTS
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import ModelName
 from shared.kv_groups import KvCacheGroup
-from shared.messages.model_card import AudioModel, EncoderDecoderModel, ModelCard, SamplingDefaults
+from shared.messages.model_card import AudioModel, CrossImageModel, EncoderDecoderModel, ModelCard, SamplingDefaults
 from shared.models.audio_models import TRANSCRIPTION_ARG, read_audio_model
 from shared.models.encoder_models import read_encoder_decoder, settings_not_taken
+from shared.models.image_models import read_cross_images
 from shared.telemetry.startup import STARTUP
 
 _WARM_UP_ROWS = 8
@@ -110,6 +112,7 @@ class _RankModel:
     loaded: LoadedModel
     audio: AudioModel | None
     encoder_decoder: EncoderDecoderModel | None
+    cross_images: CrossImageModel | None
     groups: tuple[KvCacheGroup, ...]
     loras: LoraSlots | None
     processors: ProcessorClasses
@@ -152,9 +155,10 @@ def _load(settings: BackendSettings) -> _RankModel:
     wanted, speculation = settings.model, settings.speculation
     audio, processors = read_audio_model(wanted.folder), settings.processors
     encoder_decoder = read_encoder_decoder(wanted.folder)
-    beside = audio or encoder_decoder
+    cross_images = read_cross_images(wanted.folder) if wanted.images_beside else None
+    beside = audio or encoder_decoder or cross_images
     if beside is not None:
-        _check_combinations(settings)
+        _check_combinations(settings, texts_alone=cross_images is not None)
     if encoder_decoder is not None and (left := settings_not_taken(wanted.folder)):
         _log.warning("generation_config.json: no request is searched by %s", left)
     if audio is not None:
@@ -180,16 +184,17 @@ def _load(settings: BackendSettings) -> _RankModel:
         groups = _layer_groups(loaded, settings) if beside is None else _encoded_groups(loaded, beside.rows)
         if settings.prompt_embeds and not loaded.generates:
             raise ModelError("enable_prompt_embeds: the model has no language model head and generates no text")
-        if loaded.images:
+        if loaded.images and cross_images is None:
             loaded.decoder.check_inputs(of_clients=False)
         if settings.prompt_embeds:
             loaded.decoder.check_inputs(of_clients=True)
         slots = open_loras(loaded.decoder, loaded.config, loaded.torch_dtype, settings.loras, settings.model_name)
-    return _RankModel(loaded, audio, encoder_decoder, groups, slots, processors)
+    return _RankModel(loaded, audio, encoder_decoder, cross_images, groups, slots, processors)
 
 
-def _check_combinations(settings: BackendSettings) -> None:
-    """What a model that attends to an encoder's rows does not go with yet. Raises ModelError."""
+def _check_combinations(settings: BackendSettings, *, texts_alone: bool) -> None:
+    """What a model that attends to an encoder's rows does not go with yet. `texts_alone`: it may do without these.
+    Raises ModelError."""
     wanted, loras = settings.model, settings.loras
     asked: dict[str, object] = {
         "device": not wanted.platform.in_main_memory,
@@ -207,8 +212,10 @@ def _check_combinations(settings: BackendSettings) -> None:
         "lora": loras.folders or loras.at_run_time,
         "pooling_type": wanted.pooling_type not in ("auto", "none"),
         "classifier_from_token": wanted.classifier_from_token,
+        "model_impl native": texts_alone and wanted.model_impl == "native",
     }
-    check_encoder_decoder(str(wanted.folder), asked)
+    instead = "; --language-model-only serves it for texts" if texts_alone else ""
+    check_encoder_decoder(str(wanted.folder), asked, instead)
 
 
 def _summary(model: _RankModel, settings: BackendSettings, eager: str | None) -> str:
@@ -285,6 +292,7 @@ def _card(model: _RankModel, settings: BackendSettings) -> ModelCard:
         prompt_embeds=model.loaded.config.hidden_size if settings.prompt_embeds else None,
         audio=model.audio,
         encoder_decoder=model.encoder_decoder,
+        cross_images=model.cross_images,
         sampling=settings.sampling,
         loras=() if model.loras is None else model.loras.cards,
         extra_args=argument_names(model.processors),
@@ -338,7 +346,8 @@ def _layer_groups(loaded: LoadedModel, settings: BackendSettings) -> tuple[KvCac
 
 def _encoded_groups(loaded: LoadedModel, rows: int) -> tuple[KvCacheGroup, ...]:
     """That of a sequence's tokens, and that of the rows, at most so many, which they attend to beside these."""
-    groups = encoded_layers(loaded.config.num_layers, rows)
+    assert isinstance(loaded.decoder, AttendsAcross), "what attends to rows is one"
+    groups = encoded_layers(loaded.decoder.across, rows)
     loaded.decoder.use_groups(groups)
     return groups.groups
 

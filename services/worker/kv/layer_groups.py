@@ -86,12 +86,14 @@ def group_layers(
     return LayerGroups(tuple(groups), tuple(group_of), tuple(cache_of), tuple(sizes), stage)
 
 
-def encoded_layers(layers: int, rows: int) -> LayerGroups:
-    """Groups of layers that attend twice: to the sequence's own tokens, then to an encoder's `rows`. Both of a layer
-    share a cache."""
-    groups = KvCacheGroup(layers=layers), KvCacheGroup(layers=layers, encoded=rows)
-    cache_of = tuple(layer for layer in range(layers) for _ in groups)
-    return LayerGroups(groups, (0, 1) * layers, cache_of, (layers,), 0)
+def encoded_layers(across: Sequence[bool], rows: int) -> LayerGroups:
+    """Groups of a model's attentions, each either to the sequence's own tokens or `across`, to an encoder's `rows`: the
+    first of both share a cache, then the second, and so on."""
+    group_of = tuple(int(each) for each in across)
+    cache_of = tuple(group_of[:number].count(group) for number, group in enumerate(group_of))
+    own, others = group_of.count(0), group_of.count(1)
+    groups = KvCacheGroup(layers=own), KvCacheGroup(layers=others, encoded=rows)
+    return LayerGroups(groups, group_of, cache_of, (max(own, others),), 0)
 
 
 def _parts(seen: list[int | None], stages: Sequence[int]) -> list[list[int | None]]:

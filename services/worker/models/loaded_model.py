@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from msgspec import Struct
@@ -57,6 +57,7 @@ from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
 from shared.messages.generation import PoolingType
 from shared.messages.model_card import ModelCard, PoolingCard, SoundModel, VideoModel
+from shared.models.image_models import read_cross_images
 from shared.telemetry.startup import STARTUP
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
@@ -128,6 +129,13 @@ class LoadSettings:
     """Whether other processes of this host that load the same have one copy in memory with this one."""
 
     @property
+    def images_beside(self) -> bool:
+        """Whether images stand beside prompts: what `transformers` computes alone, and only with weights that are
+        read."""
+        served = not self.language_model_only and self.load_format != "dummy"
+        return served and read_cross_images(self.folder) is not None
+
+    @property
     def layer_ranks(self) -> Communicator:
         """Those that share each layer with this one."""
         return self.communicator if self.context_rows is None else SingleRank()
@@ -136,6 +144,15 @@ class LoadSettings:
     def device(self) -> torch.device:
         """What PyTorch calls the rank's device."""
         return self.platform.device
+
+
+@runtime_checkable
+class AttendsAcross(Protocol):
+    """A `CausalLm` whose tokens attend to rows of an encoder's, too."""
+
+    @property
+    def across(self) -> tuple[bool, ...]:
+        """Of each attention of a pass, whether it is to those rows."""
 
 
 class CausalLm(Protocol):

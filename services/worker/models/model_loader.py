@@ -93,7 +93,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable for want of its operations."""
     plugin = None if settings.model_impl == "transformers" else find_plugin_model(settings.folder)
-    ours = plugin is not None or is_native(settings.folder)
+    ours = plugin is not None or (is_native(settings.folder) and not settings.images_beside)
     if settings.model_impl == "transformers" or (settings.model_impl == "auto" and not ours):
         return load_library_model(settings)
     config = read_model_config(settings.folder, quantized=True) if plugin is None else plugin.config

@@ -17,6 +17,7 @@ from tests.support.models.tiny_gemma4 import make_gemma4_model
 from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import ImageModel, image_part, make_image_model, picture, shown, text_part
 from tests.support.models.tiny_llama4 import make_llama4_model
+from tests.support.models.tiny_mllama import make_mllama_images
 from tests.support.models.tiny_onevision import make_onevision_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -30,6 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         make_glm_model,
         make_llama4_model,
         make_gemma4_model,
+        make_mllama_images,
         *(
             pytest.param(each, id=kind, marks=pytest.mark.extras if kind == "ministral3" else ())
             for kind, each in IMAGE_KINDS.items()

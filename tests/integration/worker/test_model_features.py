@@ -64,10 +64,6 @@ ADAPTED = {
         *("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"),
         *(f"shared_expert.{part}_proj" for part in ("gate", "up", "down")),
     ),
-    "mllama": (
-        *(f"language_model.layers.{layer}.self_attn.{part}_proj" for layer in (0, 2, 4) for part in ("q", "v", "o")),
-        *("cross_attn.q_proj", "cross_attn.k_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    ),
     "mistral-large-4": (
         *("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj"),
         *(f"{block}.{part}_proj" for block in ("mlp", "shared_experts") for part in ("gate", "up", "down")),

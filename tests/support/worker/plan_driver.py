@@ -13,6 +13,7 @@ from random import Random
 from services.worker.backend import Backend, run_step
 from shared.ids import Incarnation, LoraId, SequenceId
 from shared.kv_groups import NULL_BLOCK, token_tables
+from shared.media.seen_rows import blocks_of_rows
 from shared.messages.generation import (
     Grammar,
     PoolingOptions,
@@ -203,7 +204,7 @@ class Driver:
         sequence.held = True
         embeds = sequence.prompt_embeds
         if embeds is not None and embeds.encoded and not sequence.encoded:
-            sequence.encoded = [self._free.pop() for _ in range(-(-embeds.count // self._block_size))]
+            sequence.encoded = [self._free.pop() for _ in range(blocks_of_rows(embeds, self._block_size))]
         return NewSequence(
             sequence=sequence.id,
             tokens=pack(sequence.tokens),

@@ -16,11 +16,12 @@ from services.scheduler.core.results.outbox import EngineOutbox, token_entry
 from services.scheduler.core.sequence import FLOAT_BYTES, QueueKey, Sequence
 from services.scheduler.core.transfer.epoch_transfers import EpochTransfers
 from services.scheduler.core.transfer.hand_over import HandOverSender
-from shared.blocks import HASH_BYTES
+from shared.blocks import HASH_BYTES, blocks_for
 from shared.ids import RequestId, SequenceId
+from shared.media.seen_rows import blocks_of_rows
 from shared.messages.gateway import Death, RequestFailed, RequestRejected
 from shared.messages.generation import Generation, PoolingOptions, PromptEmbeds
-from shared.messages.model_card import AudioModel, EncoderDecoderModel, ModelCard
+from shared.messages.model_card import AudioModel, CrossImageModel, EncoderDecoderModel, ModelCard
 from shared.messages.scheduler import Cancel, GenerateRequest, GrammarFault, SequenceFailed, StopMatched
 from shared.messages.worker import MAX_POOLED_BYTES_PER_PLAN
 from shared.packing import TOKEN_BYTES, unpack
@@ -91,14 +92,17 @@ class RequestValidator:
         if generation.lora is not None and all(each.id != generation.lora for each in self.card.loras):
             raise _InvalidRequest("model", f"model: the adapter {generation.lora.hex()} is not served by this engine")
         if (beside := self.card.reads_beside) is not None and generation.gateway != CANARY_GATEWAY:
-            _check_encoded(generation, beside)
+            _check_encoded(generation, beside, self._block_size)
         elif (embeds := generation.prompt_embeds) is not None:
             self._check_embeds(generation, embeds)
         if not math.isfinite(generation.arrival):
             raise _InvalidRequest(None, "arrival must be a finite number")
         vocabulary = self.card.vocab_size
+        prompt, images = unpack(generation.tokens), self.card.cross_images
+        if images is not None and generation.prompt_embeds is not None:
+            prompt = [token for token in prompt if token != images.token]
         for field, ids in (
-            ("prompt", unpack(generation.tokens)),
+            ("prompt", prompt),
             ("stop_token_ids", generation.stopping.stop_token_ids),
             ("logit_bias", [token for token, _ in generation.sampling.logit_bias]),
         ):
@@ -163,9 +167,15 @@ class RequestValidator:
         return prompt + 1
 
 
-def _check_encoded(generation: Generation, beside: AudioModel | EncoderDecoderModel) -> None:
+def _check_encoded(
+    generation: Generation, beside: AudioModel | EncoderDecoderModel | CrossImageModel, block_size: int
+) -> None:
     """Raises _InvalidRequest where rows beside the prompt are missing, or are none of the model's."""
     hears, embeds = isinstance(beside, AudioModel), generation.prompt_embeds
+    if isinstance(beside, CrossImageModel):
+        if embeds is not None:
+            _check_images_beside(generation, embeds, beside, block_size)
+        return
     if embeds is None or not embeds.encoded:
         what = (
             "writes down what is said, by /v1/audio/transcriptions"
@@ -177,6 +187,18 @@ def _check_encoded(generation: Generation, beside: AudioModel | EncoderDecoderMo
         field = "file" if hears else "prompt"
         allowed = f"{beside.rows} of {beside.row_size} elements at most are"
         raise _InvalidRequest(field, f"{field}: {embeds.count} rows of {embeds.size} are not allowed; {allowed}")
+
+
+def _check_images_beside(
+    generation: Generation, embeds: PromptEmbeds, images: CrossImageModel, block_size: int
+) -> None:
+    """Raises _InvalidRequest."""
+    if not embeds.encoded or embeds.size != images.row_size or not embeds.fits(generation.prompt_length):
+        raise _InvalidRequest("messages", "messages: the model's prompts have images, and no other rows")
+    if blocks_of_rows(embeds, block_size) > blocks_for(images.rows, block_size):
+        raise _InvalidRequest(
+            "messages", f"messages: {embeds.count} rows of images are not allowed in a prompt; {images.rows} are"
+        )
 
 
 class EngineRequests:

@@ -169,7 +169,7 @@ class PagedLayers:
         self._mutual_everywhere = mutual_everywhere
         self._calls = calls
         self._ops = ops
-        self._meta = meta
+        self.meta = meta
         self._caches = caches
         self._heads = heads
         self._unrotated = unrotated
@@ -186,7 +186,7 @@ class PagedLayers:
         if call.cross:
             return self._attend_across(number, call, query, key, value)
         group = self._group_of[number] if self._group_of else 0
-        meta = self._meta.of_group(group)
+        meta = self.meta.of_group(group)
         rows, heads, dim = query.shape
         if call.temperature is not None:
             query = call.temperature.applied(query, meta.positions)
@@ -215,12 +215,12 @@ class PagedLayers:
     @property
     def encoded_rows(self) -> Tensor | None:
         """See `AttentionLayers`."""
-        return None if self._meta.encoded is None else self._meta.encoded.values
+        return None if self.meta.encoded is None else self.meta.encoded.values
 
     def _attend_across(self, number: int, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [n, H, D], key and value [k, KV, D] of the rows that the step writes, if any → [n, H, D]; zeros where
         a row's sequence has none."""
-        encoded, cache = self._meta.encoded, self._caches[number]
+        encoded, cache = self.meta.encoded, self._caches[number]
         if encoded is None:
             return torch.zeros_like(query)
         if encoded.values is not None:

@@ -359,11 +359,7 @@ class LibraryDecoder:
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
         """See `Decoder.forward`; every rank of the last stage computes the head."""
-        group_of = () if self._groups is None else self._groups.group_of
-        layers = PagedLayers(
-            *(self._calls, self._ops, meta, caches, self._heads, self._unrotated, group_of),
-            mutual_everywhere=self._mutual_everywhere,
-        )
+        layers = self._paged_layers(meta, caches)
         rows = None
         if not self._stage.is_first:
             rows = self._pipeline.receive(self._ops.empty_rows(len(ids), self._hidden_size))
@@ -374,6 +370,14 @@ class LibraryDecoder:
             self._pipeline.send(logits.contiguous())
             return None
         return logits.float() if len(meta.logits_rows) and self._place.rank == 0 else None
+
+    def _paged_layers(self, meta: BatchMeta, caches: KvCaches) -> PagedLayers:
+        """What answers a step's pass."""
+        group_of = () if self._groups is None else self._groups.group_of
+        return PagedLayers(
+            *(self._calls, self._ops, meta, caches, self._heads, self._unrotated, group_of),
+            mutual_everywhere=self._mutual_everywhere,
+        )
 
     @contextmanager
     def _hidden_states(self, features: Tensor | None) -> Iterator[None]:

@@ -21,8 +21,8 @@ from services.worker.models.fallback.library_decoder import LibraryDecoder
 from services.worker.models.weights import KvCaches
 from services.worker.ops.interface import InputRows
 
-_CROSS_ATTENTION = ("encoder_attn", "EncDecAttention")
-"""What the library calls it in a layer: BART and Whisper, T5."""
+_CROSS_ATTENTION = ("encoder_attn", "EncDecAttention", "cross_attn")
+"""What the library calls it in a layer: BART and Whisper, T5, Llama 3.2 Vision."""
 
 
 class GivenPositions(nn.Module):
@@ -80,6 +80,19 @@ class LibraryEncoderDecoder(LibraryDecoder):
         """None: a store knows blocks of tokens only."""
         return None
 
+    @property
+    def across(self) -> tuple[bool, ...]:
+        """Of each attention of a pass, whether it is to an encoder's rows."""
+        return tuple(call.cross for call in self._calls)
+
+    def _written(self, layers: AttentionLayers) -> Tensor:
+        """[1, k, hidden] the rows whose keys and values a pass writes."""
+        rows = layers.encoded_rows
+        if rows is None:
+            # One that nobody looks at: some modules cannot shape none.
+            rows = torch.zeros(1, self._hidden_size, dtype=self._ops.empty_rows(0, 1).dtype, device=self._device)
+        return rows.unsqueeze(0)
+
     def _call(
         self,
         ids: Tensor,
@@ -91,10 +104,6 @@ class LibraryEncoderDecoder(LibraryDecoder):
         """The library's pass: [1, R, vocab]."""
         owner: Any = self._model
         decoder = owner.get_decoder()
-        rows = layers.encoded_rows
-        if rows is None:
-            # One that nobody looks at: some modules cannot shape none.
-            rows = torch.zeros(1, self._hidden_size, dtype=self._ops.empty_rows(0, 1).dtype, device=self._device)
         given: dict[str, Any] = {}
         table = getattr(decoder, "embed_positions", None)
         if isinstance(table, GivenPositions):
@@ -103,7 +112,10 @@ class LibraryEncoderDecoder(LibraryDecoder):
             given["position_ids"] = positions.long().unsqueeze(0)
         with answered_by(layers):
             states = decoder(
-                input_ids=ids.long().unsqueeze(0), encoder_hidden_states=rows.unsqueeze(0), use_cache=False, **given
+                input_ids=ids.long().unsqueeze(0),
+                encoder_hidden_states=self._written(layers),
+                use_cache=False,
+                **given,
             ).last_hidden_state
         return self._logits(owner, states[:, logits_rows.long()])
 

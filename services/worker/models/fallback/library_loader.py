@@ -54,6 +54,11 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         return _library_encoder(settings)
     method = quantization_of(settings)
     codes = None if method is None or method.name == "mxfp4" else method  # whose blocks the library makes numbers of
+    if codes is not None and settings.images_beside:
+        raise ModelError(
+            f"{settings.folder}: quantization_config is set: with images, no quantised checkpoint of it is read; "
+            "--language-model-only serves it for texts"
+        )
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code, method=codes)
     config = library.config
     check_library_experts(settings.experts, config)
@@ -66,6 +71,8 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
     stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
     check_weights_fit(_stage_bytes(library, settings, stage, dtype, codes), dtype, 1, settings.platform.memory().free)
     digest = digest_of(settings, config)
+    media = not settings.language_model_only
+    media = media and takes_images(settings.folder, settings.load_format, settings.platform, by_library=True)
     share = RankShare(
         *(create_ops(settings, TORCH_DTYPES[dtype]), TORCH_DTYPES[dtype], settings.device, length),
         *(settings.communicator, stage, settings.pipeline),
@@ -73,6 +80,7 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         whole_experts=settings.experts.parallel,
         group=settings.group,
         all2all=settings.experts.all2all,
+        images_beside=settings.images_beside,
     )
     with STARTUP.stage("weights"):
         decoder = library.decoder(share, dummy=settings.load_format == "dummy", judged_by=judged_by)
@@ -84,8 +92,6 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
     if stage.is_last and not judged_by:
         with torch.inference_mode(), _library_tensors(settings, TORCH_DTYPES[dtype]) as tensors:
             classifier = read_classifier_head(settings, tensors, pooling, config.hidden_size)
-    media = not settings.language_model_only
-    media = media and takes_images(settings.folder, settings.load_format, settings.platform, by_library=True)
     return LoadedModel(
         settings=settings,
         config=config,

@@ -20,6 +20,7 @@ from services.worker.models.checkpoint import NOWHERE, check_matrices, is_beside
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
+from services.worker.models.fallback.image_rows.image_decoder import LibraryImageDecoder
 from services.worker.models.fallback.library_config import (
     auto_class,
     has_mxfp4,
@@ -62,6 +63,8 @@ class RankShare(NamedTuple):
     group: RankGroup | None = None
     all2all: All2AllBackend = "auto"
     """How rows travel in a group."""
+    images_beside: bool = False
+    """The decoder's tokens attend to images beside their prompt."""
 
 
 class _SplitExperts(NamedTuple):
@@ -123,7 +126,7 @@ class LibraryModel:
         own: Any = model
         pack_products(model, share.ops, share.quantization, own.get_output_embeddings())
         place = HeadPlace(communicator.rank, communicator.world_size, split_heads)
-        made = self._kind_of_decoder(model, experts)(
+        made = self._kind_of_decoder(model, experts, images_beside=share.images_beside)(
             *(model, share.ops, self.config.hidden_size, share.max_model_len, device, place),
             *(StagePlace(stage, share.pipeline, passing), communicator),
         )
@@ -148,11 +151,15 @@ class LibraryModel:
                 model = _read_model(kind, self._folder, self._own, dtype)
         return model, _stage_of(model)
 
-    def _kind_of_decoder(self, model: nn.Module, experts: _SplitExperts) -> Callable[..., LibraryDecoder]:
+    def _kind_of_decoder(
+        self, model: nn.Module, experts: _SplitExperts, *, images_beside: bool
+    ) -> Callable[..., LibraryDecoder]:
         """Prepares the model where it has an encoder."""
         beside_encoder = hears(self._own) or reads_text(self._own)
-        if beside_encoder:
+        if beside_encoder or images_beside:
             prepare_decoder(model)
+        if images_beside:
+            return LibraryImageDecoder
         if experts.group is not None:
             return partial(GroupLibraryDecoder, *experts.group, experts.mixtures)
         return LibraryEncoderDecoder if beside_encoder else LibraryDecoder

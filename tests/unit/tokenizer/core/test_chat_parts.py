@@ -7,7 +7,8 @@ import pytest
 from services.tokenizer.core.chat_parts import ChatParts
 from services.tokenizer.core.chat_template import IMAGE_TOKEN, SOUND_TOKEN
 from services.tokenizer.core.refusal import PromptRefused
-from shared.messages.generation import PromptEmbeds
+from shared.ids import InstanceId, RowsName
+from shared.messages.generation import MediaRows, PromptEmbeds
 from shared.messages.tokenizer import ChatPrompt
 
 BOTH = ChatParts({IMAGE_TOKEN: "<image>", SOUND_TOKEN: "<sound>"})
@@ -40,3 +41,18 @@ def test_what_a_template_does_not_show_is_named(parts: ChatParts, given: ChatPro
     with pytest.raises(PromptRefused) as refused:
         parts.placed("nothing", given)
     assert what in refused.value.message
+
+
+def test_images_beside_a_chat_have_a_token_each_from_which_on_they_are_seen() -> None:
+    kept = MediaRows(RowsName(bytes(16)), 3, InstanceId("encoder-1"))
+    first, second = (
+        PromptEmbeds(dtype="float32", size=1, rows=bytes(8), runs=((0, 2),), encoded=True),
+        PromptEmbeds(dtype="float32", size=1, rows=b"", runs=((0, 3),), media=(kept,), encoded=True),
+    )
+    given = ChatPrompt(messages=b"[]", embeds=(first, second), images=(0, 1))
+    ids, embeds = BOTH.joined_beside([5, None, 6, None], given, [1, 0], 99)
+    assert (ids, embeds.runs, embeds.media) == ([5, 99, 6, 99], ((1, 3), (3, 2)), (kept, None))
+    assert embeds.encoded
+    assert embeds.fits(4)
+    with pytest.raises(PromptRefused, match="each of the 2 images"):
+        BOTH.joined_beside([5, None], given, [1, 0], 99)

@@ -1,0 +1,1 @@
+"""Decoders of `transformers` whose tokens attend to images beside their prompt."""
