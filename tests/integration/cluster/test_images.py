@@ -38,6 +38,7 @@ from tests.support.models.tiny_images import (
     text_part,
 )
 from tests.support.models.tiny_llama4 import make_llama4_model
+from tests.support.models.tiny_mllama import make_mllama_images
 from tests.support.models.tiny_pixtral import make_pixtral_model
 from tests.support.models.tiny_tiles import make_tile_model
 
@@ -370,6 +371,34 @@ async def test_images_of_further_kinds_are_handed_over(
     ids = model.ids_and_rows(shown([chats[0]]), [flat, tall])["input_ids"][0]
     assert answers[0].usage.prompt_tokens == len(ids)
     assert cached(again) >= len(ids) - 32
+
+
+@pytest.mark.extras
+@pytest.mark.features("images", "prefix cache", "re-dispatch")
+async def test_images_beside_prompts_outlive_the_engine(tmp_path: Path) -> None:
+    """Llama 3.2 Vision's: several in a chat, beside texts, from a shared prefix, and a stream whose engine dies."""
+    model = make_mllama_images(tmp_path / "model")
+    flat, tall = picture(0, (150, 40)), picture(1, (60, 300))
+    chats = [user(flat, "Compare it with", tall), user(tall, "What?"), {"role": "user", "content": "A question."}]
+    said = [wanted(model, chat, images=(flat, tall)) for chat in chats]
+    with running_stack(tmp_path, model=model.path, engines=1, more=(f"--served-model-name={NAME}",)) as seeing:
+        assert "kvstore" not in str(await seeing.heard())
+        async with client_of(seeing.url) as client:
+            answers = await asyncio.gather(*(ask(client, chat) for chat in chats))
+            again = await ask(client, chats[0])
+            with pytest.raises(openai.BadRequestError, match="to show each of the 1 images"):
+                await ask(client, user(flat, "<|image|>"))
+            text, killed = "", False
+            async for chunk in await ask(client, chats[0], stream=True, max_tokens=120):
+                text += chunk.choices[0].delta.content or ""
+                if text and not killed:
+                    killed = True
+                    seeing.kill("engine-1-rank0")
+    assert [each.choices[0].message.content for each in (*answers, again)] == [*said, said[0]]
+    assert answers[0].usage.prompt_tokens == len(model.ids_and_rows(shown([chats[0]]), [flat, tall])["input_ids"][0])
+    assert cached(again) >= 16
+    assert killed
+    assert text == wanted(model, chats[0], count=120, images=(flat, tall))
 
 
 @pytest.mark.features("prompt embeds", "images", "prefill/decode", "tensor parallel", "prefix cache")
