@@ -14,9 +14,9 @@ from services.worker.models.config import ModelError
 from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from services.worker.speculation.settings import SpeculationSettings
-from tests.support.models.quantised_files import compressed_config
+from tests.support.models.quantised_files import compressed_config, quantise
 from tests.support.models.tiny_images import picture
-from tests.support.models.tiny_mllama import TILE_ROWS, make_mllama_images
+from tests.support.models.tiny_mllama import TILE_ROWS, make_mllama, make_mllama_images
 from tests.support.worker.image_chats import ImageChat
 from tests.support.worker.plan_driver import Driver
 from tests.support.worker.recorded_logits import record_logits
@@ -99,3 +99,17 @@ def test_what_images_beside_a_prompt_do_not_go_with_is_refused_at_start(tmp_path
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="no quantised checkpoint of it is read; --language-model-only"):
         tiny_backend(path)
+
+
+@pytest.mark.extras
+def test_a_quantised_checkpoint_is_read_for_texts(tmp_path: Path) -> None:
+    model, prompt = make_mllama(tmp_path), [3 + 7 * i % 150 for i in range(30)]
+    exact = model.logits(prompt)
+    quantise(model, "int8")
+    assert (model.logits(prompt) - exact).abs().max() > 1e-2, "codes that were left alone would agree, too"
+    backend = tiny_backend(model.path, dtype="float32")
+    assert "transformers" not in backend.rank.decoder.ops_name
+    driver = Driver(backend, budget=13)
+    sequence = driver.add(prompt, OUTPUT)
+    driver.run()
+    assert sequence.output == model.greedy(prompt, OUTPUT)
