@@ -13,24 +13,38 @@ from torch.nn.functional import pad
 from services.encoder.audio_tower import SampleReader, Samples, check_a_sound, read_extractor
 from services.encoder.image_decoder import DecodedFrames, ImageDecoder
 from services.encoder.image_process import DecodedImage
-from services.encoder.tower import DTYPES, DtypeChoice, ImageTower, TowerUnusable, load_tower, own_dtype, packed_rows
+from services.encoder.processors.sound_processors import SoundProcessor, Waveform
+from services.encoder.tower import (
+    DTYPES,
+    DtypeChoice,
+    ImageTower,
+    TowerUnusable,
+    load_tower,
+    own_dtype,
+    packed_rows,
+    refusing,
+)
 from shared.messages.encoder import EncodeInput
 from shared.messages.generation import EmbeddingDtype, PromptEmbeds
 from shared.models.audio_models import read_sound_model
 
 
 class SoundTower:
-    """Owns the weights of Qwen2-Audio's encoder and projector, and what makes mel spectrograms. One thread at a time.
+    """Owns the weights of an encoder of sounds and its projector, and what prepares these. One thread at a time.
 
     A sound is encoded alone, so its rows depend on no other.
     """
 
     def __init__(self, folder: Path, dtype: DtypeChoice = "auto") -> None:
         """Loads it on the processors. Raises TowerUnusable."""
+        from transformers import AutoConfig
+
         sounds = read_sound_model(folder)
         if sounds is None:
             raise TowerUnusable(f"{folder}: the model takes no sounds")
-        config, self._extractor = read_extractor(folder)
+        with refusing(folder):
+            config = AutoConfig.from_pretrained(folder)
+            self._prepare = SoundProcessor(folder, config).prepared
         self.dtype: EmbeddingDtype = own_dtype(config) if dtype == "auto" else dtype
         self.size, self._rate = sounds.row_size, sounds.sample_rate
         self._model = load_tower(folder, config, DTYPES[self.dtype])
@@ -38,33 +52,37 @@ class SoundTower:
 
     @torch.inference_mode()
     def encode(self, sound: Samples) -> PromptEmbeds:
-        """The rows of a sound, one for each 40 ms. Raises TowerUnusable where they are no numbers."""
+        """The rows of a sound. Raises TowerUnusable where they are no numbers."""
         rows = self._rows(np.frombuffer(sound.samples, np.dtype("<f4")))
         packed = packed_rows(rows, self.dtype, "sound")
         return PromptEmbeds(dtype=self.dtype, size=self.size, rows=packed, runs=((0, len(rows)),))
 
-    def _rows(self, samples: np.ndarray[Any, Any]) -> Tensor:
-        """As `Qwen2AudioModel.forward` makes them: a window is padded, and what pads it is seen by nothing."""
-        from transformers.masking_utils import create_bidirectional_mask
+    def _rows(self, samples: Waveform) -> Tensor:
+        """[rows, hidden]."""
+        made = self._prepare(samples)
+        made["input_features"] = made["input_features"].to(DTYPES[self.dtype])
+        if self._model.config.model_type == "qwen2_audio":
+            return _qwen_rows(self._model, made["input_features"], made["attention_mask"])
+        rows: Tensor = self._model.get_audio_features(**made).pooler_output
+        return rows.reshape(-1, self.size)
 
-        prepared = self._extractor(
-            samples,
-            sampling_rate=self._rate,
-            return_attention_mask=True,
-            padding="max_length",
-            return_tensors="pt",
-        )
-        features, tower = prepared.input_features.to(DTYPES[self.dtype]), self._model.audio_tower
-        lengths, counts = tower._get_feat_extract_output_lengths(prepared.attention_mask.sum(-1))
-        most = (features.shape[-1] - 2) // 2 + 1
-        mask = create_bidirectional_mask(
-            config=tower.config,
-            inputs_embeds=torch.zeros(1, most, 1, dtype=features.dtype),
-            attention_mask=(torch.arange(most)[None] < lengths[:, None]).long(),
-        )
-        hidden = tower(features, attention_mask=mask).last_hidden_state
-        rows: Tensor = self._model.multi_modal_projector(hidden)[0, : int(counts[0])]
-        return rows
+
+def _qwen_rows(model: Any, features: Tensor, frames: Tensor) -> Tensor:
+    """A row for each 40 ms, as `Qwen2AudioModel.forward` makes them: a window is padded, and what pads it is seen by
+    nothing. `frames`: 1 for those that are of the sound."""
+    from transformers.masking_utils import create_bidirectional_mask
+
+    tower = model.audio_tower
+    lengths, counts = tower._get_feat_extract_output_lengths(frames.sum(-1))
+    most = (features.shape[-1] - 2) // 2 + 1
+    mask = create_bidirectional_mask(
+        config=tower.config,
+        inputs_embeds=torch.zeros(1, most, 1, dtype=features.dtype),
+        attention_mask=(torch.arange(most)[None] < lengths[:, None]).long(),
+    )
+    hidden = tower(features, attention_mask=mask).last_hidden_state
+    rows: Tensor = model.multi_modal_projector(hidden)[0, : int(counts[0])]
+    return rows
 
 
 class MediaReader:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -297,6 +298,20 @@ def _is_of_the_tower(name: str) -> bool:
     return not name.removeprefix("model.").startswith(_LANGUAGE_MODELS)
 
 
+@contextmanager
+def _without_adapter(folder: Path) -> Iterator[Path]:
+    """A folder that has no adapter of a language model, as Granite Speech's has: the library would look for that model,
+    which is left out."""
+    if not (folder / "adapter_config.json").exists():
+        yield folder
+        return
+    with TemporaryDirectory() as bare:
+        for file in folder.iterdir():
+            if not file.name.startswith("adapter_"):
+                (Path(bare) / file.name).symlink_to(file.absolute())
+        yield Path(bare)
+
+
 def load_part(
     models: Any, folder: Path, config: Any, dtype: torch.dtype, needs: Callable[[str], bool], instead: str = ""
 ) -> Any:
@@ -308,10 +323,10 @@ def load_part(
     quiet: Any = library_logging
     quiet.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)  # of the rest's tensors
-    with refusing(folder), BUILDING, warnings.catch_warnings():
+    with refusing(folder), BUILDING, warnings.catch_warnings(), _without_adapter(folder) as base:
         warnings.simplefilter("ignore")
         model, found = models.from_pretrained(
-            folder,
+            base,
             config=config,
             dtype=dtype,
             use_safetensors=True,

@@ -147,6 +147,35 @@ class CrossImageModel(Struct, frozen=True, array_like=True, kw_only=True):
     """Of all images of a prompt, at most."""
 
 
+class TranscriptionChat(Struct, frozen=True, array_like=True, kw_only=True):
+    """The chat by which a model that takes sounds in chats is asked to write down what is said in one."""
+
+    window_s: int
+    """Seconds of a sound that are written down at a time."""
+    before: str = ""
+    """What the user says before the sound."""
+    behind: str = ""
+    """The same behind it."""
+    prompt: Literal["system", "user"] | None = None
+    """Where what a client says of the sound stands: in a message before, or in place of what the user says. None:
+    nowhere."""
+    answer: str | None = None
+    """How the answer begins, with the `language` that is spoken; None: it is not begun."""
+    unsaid: str = ""
+    """The same where no language is named."""
+    mark: str = ""
+    """What stands before the text where the model says the language itself, as the end of that."""
+    languages: tuple[tuple[str, str], ...] = ()
+    """Each language's code (`de`), and what the model calls it; none where it is not told."""
+    shown: str | None = None
+    """What stands for the sound, in one text with what is around it; None: it is a part of the message."""
+
+    @property
+    def around(self) -> tuple[str, str]:
+        """What the user says before the sound, and behind it."""
+        return self.before, self.behind
+
+
 class SoundModel(Struct, frozen=True, array_like=True):
     """What a model's files say of the sounds that its chats may have."""
 
@@ -156,6 +185,8 @@ class SoundModel(Struct, frozen=True, array_like=True):
     """Samples of a second."""
     window_s: int
     """Seconds that a sound may have."""
+    transcription: TranscriptionChat | None = None
+    """None: it writes nothing down unless a chat asks it to."""
 
 
 class VideoModel(Struct, frozen=True, array_like=True, kw_only=True):

@@ -6,10 +6,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from shared.messages.encoder import MAX_IMAGE_BYTES
-from shared.messages.model_card import AudioModel, SoundModel
-from shared.models.image_models import GEMMA4, QWEN2_5_OMNI, QWEN2_AUDIO, QWEN3_OMNI, known_config
+from shared.messages.model_card import AudioModel, SoundModel, TranscriptionChat
+from shared.models.image_models import (
+    AUDIO_FLAMINGO3,
+    GEMMA4,
+    GLM_ASR,
+    GRANITE_SPEECH,
+    QWEN2_5_OMNI,
+    QWEN2_AUDIO,
+    QWEN3_ASR,
+    QWEN3_OMNI,
+    VOXTRAL,
+    known_config,
+)
 from shared.models.processor_files import known_json, known_processor
 
 SAMPLE_BYTES = 4
@@ -42,8 +54,87 @@ class _RawWhisperGeneration(Struct):
     max_initial_timestamp_index: int | None = None
 
 
-_SIZES = {QWEN2_AUDIO: 4096, **dict.fromkeys(QWEN2_5_OMNI, 3584), **dict.fromkeys(QWEN3_OMNI, 2048), GEMMA4: 2304}
+_SIZES = {
+    QWEN2_AUDIO: 4096,
+    **dict.fromkeys(QWEN2_5_OMNI, 3584),
+    **dict.fromkeys(QWEN3_OMNI, 2048),
+    GEMMA4: 2304,
+    VOXTRAL: 4096,
+    QWEN3_ASR: 4096,
+    AUDIO_FLAMINGO3: 4096,
+    GLM_ASR: 2048,
+    GRANITE_SPEECH: 4096,
+}
 """Elements of a row, as `transformers` has it where a configuration does not say."""
+_LONGEST: dict[str, int | None] = {
+    VOXTRAL: None,
+    QWEN3_ASR: None,
+    GRANITE_SPEECH: None,
+    AUDIO_FLAMINGO3: 600,
+    GLM_ASR: 655,
+}
+"""Seconds that their processors take of a sound, in as many windows as it has, where a file does not say; None: all."""
+
+
+_QWEN_LANGUAGES = {
+    "ar": "Arabic",
+    "yue": "Cantonese",
+    "zh": "Chinese",
+    "cs": "Czech",
+    "da": "Danish",
+    "nl": "Dutch",
+    "en": "English",
+    "fil": "Filipino",
+    "fi": "Finnish",
+    "fr": "French",
+    "de": "German",
+    "el": "Greek",
+    "hi": "Hindi",
+    "hu": "Hungarian",
+    "id": "Indonesian",
+    "it": "Italian",
+    "ja": "Japanese",
+    "ko": "Korean",
+    "mk": "Macedonian",
+    "ms": "Malay",
+    "fa": "Persian",
+    "pl": "Polish",
+    "pt": "Portuguese",
+    "ro": "Romanian",
+    "ru": "Russian",
+    "es": "Spanish",
+    "sv": "Swedish",
+    "th": "Thai",
+    "tr": "Turkish",
+    "vi": "Vietnamese",
+}
+_VOXTRAL_LANGUAGES = ("ar", "de", "en", "es", "fr", "hi", "it", "nl", "pt")
+
+_CHATS = {
+    VOXTRAL: TranscriptionChat(
+        window_s=0,
+        answer="lang:{language}[TRANSCRIBE]",
+        unsaid="[TRANSCRIBE]",
+        languages=tuple((each, each) for each in _VOXTRAL_LANGUAGES),
+    ),
+    QWEN3_ASR: TranscriptionChat(
+        window_s=0,
+        prompt="system",
+        answer="language {language}<asr_text>",
+        mark="<asr_text>",
+        languages=tuple(_QWEN_LANGUAGES.items()),
+    ),
+    GRANITE_SPEECH: TranscriptionChat(
+        window_s=0,
+        behind="can you transcribe the speech into a written format?",
+        prompt="user",
+        shown="<|audio|>",
+    ),
+    AUDIO_FLAMINGO3: TranscriptionChat(window_s=0, before="Transcribe the input speech.", prompt="user"),
+    GLM_ASR: TranscriptionChat(window_s=0, behind="Please transcribe this audio into text", prompt="user"),
+}
+"""As the library's processors ask, Voxtral's as Mistral's `encode_transcription` does; Granite's is that of its model
+card and of vLLM, as the library has none."""
 
 
 class _RawSoundText(Struct):
@@ -54,6 +145,11 @@ class _RawSoundModel(Struct):
     architectures: tuple[str, ...] = ()
     text_config: _RawSoundText = field(default_factory=_RawSoundText)
     audio_config: dict[str, Any] | None = None
+
+
+class _RawSoundProcessor(Struct):
+    max_audio_len: Annotated[int, Meta(ge=1)] | None = None
+    default_transcription_prompt: str | None = None
 
 
 def read_audio_model(folder: Path) -> AudioModel | None:
@@ -88,6 +184,22 @@ def read_sound_model(folder: Path) -> SoundModel | None:
     if raw is None or named is None or (named == GEMMA4 and raw.audio_config is None):
         return None
     features = known_processor(folder, "feature_extractor", _RawFeatures) or _RawFeatures()
-    size = raw.text_config.hidden_size or _SIZES[named]
-    window_s = min(features.chunk_length, MAX_IMAGE_BYTES // (SAMPLE_BYTES * features.sampling_rate))
-    return SoundModel(size, features.sampling_rate, window_s)
+    processor = known_json(folder / "processor_config.json", _RawSoundProcessor) or _RawSoundProcessor()
+    size, most = (
+        raw.text_config.hidden_size or _SIZES[named],
+        MAX_IMAGE_BYTES // (SAMPLE_BYTES * features.sampling_rate),
+    )
+    longest, window_s = features.chunk_length, min(features.chunk_length, most)
+    if named in _LONGEST:  # in whole windows
+        said = processor.max_audio_len or _LONGEST[named]
+        longest = most if said is None else max(said // longest * longest, longest)
+    chat = _CHATS.get(named)
+    if chat is not None and chat.prompt == "user":
+        own = processor.default_transcription_prompt
+        chat = _asking(own, chat) if own else chat
+    chat = None if chat is None else replace(chat, window_s=window_s)
+    return SoundModel(size or _SIZES[named], features.sampling_rate, min(longest, most), chat)
+
+
+def _asking(text: str, chat: TranscriptionChat) -> TranscriptionChat:
+    return replace(chat, before=text) if chat.before else replace(chat, behind=text)

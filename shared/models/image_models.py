@@ -13,7 +13,19 @@ from shared.messages.model_card import CrossImageModel
 from shared.models.processor_files import known_processor
 
 GEMMA = "Gemma3ForConditionalGeneration"
-QWEN2_AUDIO = "Qwen2AudioForConditionalGeneration"
+QWEN2_AUDIO, VOXTRAL = "Qwen2AudioForConditionalGeneration", "VoxtralForConditionalGeneration"
+QWEN3_ASR, GLM_ASR = "Qwen3ASRForConditionalGeneration", "GlmAsrForConditionalGeneration"
+AUDIO_FLAMINGO3 = "AudioFlamingo3ForConditionalGeneration"
+GRANITE_SPEECH = "GraniteSpeechForConditionalGeneration"
+SOUND_TOKENS = {
+    QWEN2_AUDIO: 151_646,
+    VOXTRAL: 24,
+    QWEN3_ASR: 151_676,
+    GLM_ASR: 59_260,
+    AUDIO_FLAMINGO3: 151_669,
+    GRANITE_SPEECH: 49_155,
+}
+"""Those that hear and see nothing, and the token of a sound, where a configuration does not say."""
 LLAVA, LLAVA_NEXT = "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"
 LLAVA_ONEVISION = "LlavaOnevisionForConditionalGeneration"
 MISTRAL3 = "Mistral3ForConditionalGeneration"
@@ -92,9 +104,9 @@ IMAGE_ARCHITECTURES = (
     IDEFICS2,
     GRANITE4_VISION,
     *QWEN_OMNI,
-    QWEN2_AUDIO,
+    *SOUND_TOKENS,
 )
-"""Those that are served with their tower, of sight or, of the last one, of hearing, before a language model that
+"""Those that are served with their tower, of sight or, of the last ones, of hearing, before a language model that
 Baton's own code computes."""
 MLLAMA = "MllamaForConditionalGeneration"
 NESTING_ARCHITECTURES = (*IMAGE_ARCHITECTURES, MLLAMA)
@@ -147,7 +159,8 @@ class ImageModel(Struct, frozen=True):
     """Where templates write another token in its place: that one, which stands before an image, and the one that stands
     behind it, each with an empty line on its outer side."""
     numbered: str | None = None
-    """What is written for an image: its `number` in the chat, before its `rows`."""
+    """What is written for an image: its `number` in the chat, before its `rows`; or a mark, which templates may write
+    themselves (Voxtral's, of a sound)."""
     bounded: str | None = None
     """What stands on both sides of an image, once where two touch, with a space between it and a word behind it."""
     mutual: bool = False
@@ -173,7 +186,7 @@ class _RawImageModel(Struct):
     image_token_id: int | None = None
     image_token_index: int | None = None
     media_placeholder_token_id: int | None = None
-    audio_token_index: int = 151_646
+    audio_token_index: int | None = None
     audio_token_id: int | None = None
     audio_config: dict[str, Any] | None = None
     text_config: _RawLanguageModel = field(default_factory=_RawLanguageModel)
@@ -260,12 +273,11 @@ def read_image_model(folder: Path) -> ImageModel | None:
         return ImageModel(200_092 if token is None else token, shown="<|image|>", by_library=True)
     if GEMMA4 in raw.architectures:
         mutual = raw.text_config.use_bidirectional_attention == "vision"
-        sound = raw.audio_token_id or 258_881
         return ImageModel(
             258_880 if token is None else token,
             mutual=mutual,
             by_library=True,
-            sound=None if raw.audio_config is None else sound,
+            sound=None if raw.audio_config is None else raw.audio_token_id or 258_881,
         )
     if MLLAMA in raw.architectures:
         return ImageModel(128_256 if token is None else token, by_library=True, beside=True)
@@ -273,13 +285,16 @@ def read_image_model(folder: Path) -> ImageModel | None:
         return ImageModel(255_036 if token is None else token, shown="<image>", by_library=True)
     if COHERE2_VISION in raw.architectures:
         return ImageModel(255_036 if token is None else token, by_library=True)
-    if QWEN2_AUDIO in raw.architectures:
-        return ImageModel(raw.audio_token_index, hears=True)
+    sound = raw.audio_token_index if raw.audio_token_id is None else raw.audio_token_id
+    heard = next((default for each, default in SOUND_TOKENS.items() if each in raw.architectures), None)
+    if heard is not None:
+        begun = "[BEGIN_AUDIO]{rows}" if VOXTRAL in raw.architectures else None
+        return ImageModel(heard if sound is None else sound, hears=True, numbered=begun)
     if token is None:
         token = next((default for each, default in DEFAULT_IMAGE_TOKENS.items() if each in raw.architectures), None)
     if any(each in QWEN_OMNI for each in raw.architectures):
         assert token is not None, "one of them is the default"
-        return ImageModel(token, sound=raw.audio_token_id or raw.audio_token_index)
+        return ImageModel(token, sound=151_646 if sound is None else sound)
     if MINICPM_V in raw.architectures:
         images = known_processor(folder, "image_processor", _RawNumbers) or _RawNumbers()
         numbered = "<image_id>{number}</image_id>{rows}" if images.use_image_id else None

@@ -576,7 +576,7 @@ MESSAGES: list[Any] = [
         )
     ),
     model_card.VideoModel(positions_per_second=2.0),
-    model_card.SoundModel(64, 16_000, 30),
+    model_card.SoundModel(64, 16_000, 30, model_card.TranscriptionChat(window_s=30, languages=(("de", "German"),))),
     model_card.EncoderDecoderModel(row_size=64, rows=1024, start=2, forced_first=0),
     encoder.EncodeInput(b"\0" * 4, written=encoder.WrittenTokens(b"\x02\0\0\0\x01\0\0\0", 1)),
     encoder.TokenTimes((0.5,)),

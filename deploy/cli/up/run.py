@@ -28,7 +28,7 @@ from deploy.supervisor.template.templates import TEMPLATES
 from shared.bus import BusError
 from shared.machine.equal_pages import offer_equal_pages
 from shared.machine.file_pages import release_file_pages
-from shared.models.audio_models import read_audio_model
+from shared.models.audio_models import read_audio_model, read_sound_model
 from shared.models.encoder_models import encoder_type, read_encoder_decoder
 
 QUESTION = "What is the capital of France?"
@@ -194,7 +194,8 @@ def curl_line(stack: Stack) -> str:
     name = stack.spec.served_model_name
     needed = stack.spec.api_keys or "keys_file" in stack.spec.settings.get("gateway", {})
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if needed else ""
-    if read_audio_model(stack.spec.model) is not None:
+    sounds = read_sound_model(stack.spec.model)
+    if read_audio_model(stack.spec.model) is not None or (sounds is not None and sounds.transcription is not None):
         return f"curl {stack.url}/v1/audio/transcriptions{key} -F file=@speech.mp3 -F model={shlex.quote(name)}"
     asked: dict[str, Any] = {"model": name, "messages": [{"role": "user", "content": QUESTION}]}
     path = "v1/chat/completions"

@@ -237,7 +237,7 @@ def _check_calls(calls: Any, path: str) -> None:
 
 def _part(part: Any, path: str, embeds: PartReader | None) -> dict[str, Any]:
     match part:
-        case {"type": "prompt_embeds" | "image_url" | "video_url" | "input_audio"} if embeds is not None:
+        case {"type": "prompt_embeds" | "image_url" | "video_url" | "input_audio" | "audio_url"} if embeds is not None:
             return embeds(part, path)
         case {"type": "text", "text": str()}:
             kept: dict[str, Any] = part  # its other fields are the chat template's

@@ -105,7 +105,7 @@ class ImageFetcher:
             session.get(
                 parts.geturl(),
                 allow_redirects=False,
-                headers={"Accept": f"{kind.noun}/*", "Accept-Encoding": "identity"},
+                headers={"Accept": f"{kind.shown}/*", "Accept-Encoding": "identity"},
             ) as answer,
         ):
             if answer.status in REDIRECTS and (where := answer.headers.get("Location")):

@@ -92,7 +92,9 @@ class ChatParts:
     def _pattern(self, chat: ChatPrompt) -> re.Pattern[str]:
         marks = [_NUMBERED]
         if chat.images:
-            marks.append(f"(?P<image>{re.escape(self._mark or self._image)})")
+            before = self._numbered.partition("{rows}")[0]
+            own = "" if "{" in before else f"(?:{re.escape(before)})?"  # some templates write it themselves
+            marks.append(f"(?P<image>{own}{re.escape(self._mark or self._image)})")
         if chat.sounds:
             marks.append(f"(?P<sound>{re.escape(self._sound)})")
         if chat.videos:

@@ -115,7 +115,10 @@ class ChatTemplate:
         self._source = source
         self.content_format: ContentFormat = content_format or detect_content_format(tree)
         self.has_channels = "<|channel|>" in source
-        self.knows_developer = "'developer'" in source or '"developer"' in source
+        own = _names(source, "audio") or not _names(source, "input_audio")
+        self.sound_part = "audio" if own else "input_audio"
+        """What it calls a sound; Mistral's as clients do."""
+        self.knows_developer = _names(source, "developer")
 
     def render(self, prompt: ChatPrompt, special_tokens: Mapping[str, str]) -> str:
         """The prompt as text; the template has put the beginning-of-sequence token there itself. Raises
@@ -245,6 +248,10 @@ def _cut_after_final(text: str, final: str) -> str:
     return text[:at].rstrip()
 
 
+def _names(source: str, word: str) -> bool:
+    return f"'{word}'" in source or f'"{word}"' in source
+
+
 def _said(error: Exception) -> str:
     return str(error) or type(error).__name__
 
@@ -289,7 +296,7 @@ def _content(content: Any, where: str, template: ChatTemplate, marks: dict[str, 
         raise PromptRefused("messages", f"{where}: a string or an array of parts is expected")
     parts = [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
     if template.content_format == "openai":
-        return parts
+        return [{"type": template.sound_part} if part["type"] == "audio" else part for part in parts]
     return "\n".join(marks[part["type"]] if part["type"] in marks else part["text"] for part in parts)
 
 

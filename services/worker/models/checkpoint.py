@@ -314,6 +314,7 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
 
 _BESIDE = re.compile(
     r"(?:^|\.)(?:visual\w*|vision_\w+|audio_tower|multi_modal_projector|mm_projector|aligner|mtp\w*|talker|token2wav)\."
+    r"|^(?:model\.)?(?:projector\.|encoder\.layers\.\d+\.(?:conv|ff[12]|attn\.(?:to_|rel_pos)))"  # Granite Speech's
 )
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

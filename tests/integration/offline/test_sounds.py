@@ -1,9 +1,10 @@
-"""`LLM.chat` and `baton batch` with sounds: what `transformers` generates of them with a Qwen2-Audio."""
+"""`LLM.chat` and `baton batch` with sounds: what `transformers` generates of them with each model that hears."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from services.offline.llm import LLM
 from services.offline.requests import SamplingParams
 from tests.support.models.sounds import in_sixteen_bits, sweep, wav
 from tests.support.models.tiny_gemma4 import inputs_of_chat, make_gemma4_model
+from tests.support.models.tiny_hearing import HEARING, make_hearing_model, sound_url_part
 from tests.support.models.tiny_images import image_part, picture, text_part
 from tests.support.models.tiny_qwen_audio import WINDOW_S, SoundChatModel, make_sound_model, sound_part
 
+LANGUAGES = ("voxtral", "qwen3-asr")
+"""Those that are told which, whose whole stack is in tests/integration/clients/test_transcribing_chats.py."""
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -51,6 +55,32 @@ def test_chats_with_sounds_say_what_the_library_says(tmp_path: Path) -> None:
             with pytest.raises(InvalidRequest, match=why):
                 llm.chat([{"role": "user", "content": [part]}], GREEDY)
     _a_line_of_a_batch_has_a_sound(tmp_path, model)
+
+
+@pytest.mark.parametrize("kind", [each for each in HEARING if each not in LANGUAGES])
+def test_chats_of_each_model_that_hears_say_what_the_library_says(kind: str, tmp_path: Path) -> None:
+    """A short sound, one of several windows, two, and none; cut into steps within them, and behind a shared prefix."""
+    model = make_hearing_model(tmp_path, kind)
+    short, long = sweep(0, 0.7), sweep(1, WINDOW_S + 1.1)
+    chats = [
+        ([sound_part(wav(short)), text_part("What is it?")], [short]),
+        ([text_part("Compare"), sound_url_part(wav(long)), sound_part(wav(short))], [long, short]),
+        ([text_part("Compare"), sound_url_part(wav(long)), text_part("and this")], [long]),
+        ([text_part("Only a question.")], []),
+    ]
+    with LLM(str(tmp_path), progress=False, max_batch_tokens=16, max_num_seqs=4) as llm:
+        messages: Any = [[{"role": "user", "content": parts}] for parts, _ in chats]
+        expected = [
+            model.inputs(said, [in_sixteen_bits(each) for each in sounds])
+            for said, (_, sounds) in zip(messages, chats, strict=True)
+        ]
+        right = [model.greedy_of(each, 12) for each in expected]
+        assert len(set(map(tuple, right))) == len(right), "what is heard changes words"
+        for _ in range(2):
+            outputs = llm.chat(messages, GREEDY)
+            assert [each.prompt_token_ids for each in outputs] == [each["input_ids"][0].tolist() for each in expected]
+            assert [each.outputs[0].token_ids for each in outputs] == right
+        assert outputs[1].num_cached_tokens >= 32
 
 
 @pytest.mark.extras

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct, field
 from services.gateway.api.errors import RequestError, invalid, not_allowed, unsupported
 from services.gateway.api.fields.ranges import INT64, RANGES
 from services.gateway.api.generation import SEED_MASK
-from shared.messages.model_card import AudioModel, ModelCard
+from shared.messages.model_card import AudioModel, ModelCard, TranscriptionChat
 
 Task = Literal["transcribe", "translate"]
 Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
@@ -66,7 +66,8 @@ class AudioRequest(NamedTuple):
     """What is to be written down, and how."""
 
     model: ModelCard
-    audio: AudioModel
+    audio: AudioModel | TranscriptionChat
+    """How it hears."""
     task: Task
     language: str | None
     """The code of what is spoken; None: the model says it."""
@@ -88,13 +89,17 @@ class AudioRequest(NamedTuple):
 def read_audio_request(fields: Fields, task: Task, model: ModelCard) -> AudioRequest:
     """Raises RequestError 400, and 404 for a model that writes nothing down."""
     _check_names(fields, task)
-    if (audio := model.audio) is None:
-        raise invalid("model", f"{model.name} does not hear: only models of Whisper's kind write down what is said")
-    if task == "translate" and task not in dict(audio.tasks):
+    audio = model.audio or (None if model.sounds is None else model.sounds.transcription)
+    if audio is None:
+        raise invalid("model", f"{model.name} does not hear, or writes nothing down but what a chat asks it to")
+    if task == "translate" and not (isinstance(audio, AudioModel) and task in dict(audio.tasks)):
         raise unsupported("model", f"translating by {model.name}")
     form = _one(fields, "response_format") or "json"
     if form not in FORMATS:
         raise not_allowed("response_format", form, f"{', '.join(FORMATS)} are")
+    if form in TIMED and not isinstance(audio, AudioModel):
+        allowed = f"{' and '.join(STREAMED)} are: the model does not say when something is said"
+        raise not_allowed("response_format", form, allowed)
     stream = _flag(fields, "stream")
     if stream and form not in STREAMED:
         raise not_allowed("response_format", form, f"with stream {' and '.join(STREAMED)} are")
@@ -102,7 +107,7 @@ def read_audio_request(fields: Fields, task: Task, model: ModelCard) -> AudioReq
     if (strategy := _one(fields, "chunking_strategy")) not in (None, "auto"):
         raise not_allowed("chunking_strategy", strategy, "auto is: sounds are split where they are quiet")
     prompt = _one(fields, "prompt") or ""
-    if prompt and audio.previous is None:
+    if prompt and (audio.previous if isinstance(audio, AudioModel) else audio.prompt) is None:
         raise unsupported("prompt", f"what was said before, by {model.name}")
     if "<|" in prompt:
         raise invalid("prompt", "<| is not allowed, as special tokens begin with it")
@@ -110,7 +115,7 @@ def read_audio_request(fields: Fields, task: Task, model: ModelCard) -> AudioReq
         model=model,
         audio=audio,
         task=task,
-        language=_language(_one(fields, "language"), audio),
+        language=_language(_one(fields, "language"), audio, model),
         prompt=prompt.strip(),
         format=form,  # type: ignore[arg-type]
         temperature=_temperature(_one(fields, "temperature")),
@@ -141,9 +146,11 @@ def _granularities(given: list[str], form: str) -> tuple[Granularity, ...]:
     return tuple(given) or ("segment",)  # type: ignore[arg-type]
 
 
-def _language(code: str | None, audio: AudioModel) -> str | None:
+def _language(code: str | None, audio: AudioModel | TranscriptionChat, model: ModelCard) -> str | None:
     if not code:
         return None
+    if isinstance(audio, TranscriptionChat) and not audio.languages:
+        raise unsupported("language", f"telling {model.name} what is spoken")
     known = sorted(code for code, _ in audio.languages) or ["en"]
     if code.lower() not in known:
         raise not_allowed("language", code, f"{', '.join(known)} are")

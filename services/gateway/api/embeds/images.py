@@ -19,7 +19,7 @@ LOW_DETAIL_SIDE = 512
 _DATA = re.compile(r"data:(?P<type>[^;,]*)(?P<parameters>[^,]*),", re.IGNORECASE)
 _PORTS = {"http": 80, "https": 443}
 _ALSO_CALLED = {"image/jpg": "image/jpeg"}
-_FIELDS = {IMAGE: ("url", "detail"), VIDEO: ("url",)}
+_FIELDS = {IMAGE: ("url", "detail"), VIDEO: ("url",), SOUND: ("url",)}
 
 
 def read_media(
@@ -28,10 +28,12 @@ def read_media(
     """Reads `{"type": "image_url", "image_url": {"url": …}}`, or the same of a video, at a path of the body. `number`:
     of the part among those that become rows. Raises RequestError 400."""
     if {IMAGE: card.images, VIDEO: card.videos, SOUND: card.sounds}[kind] is None:
-        what = f"a part of type '{kind.part}', which is not text, is not supported: {card.name} takes no {kind.noun}s"
+        what = (
+            f"a part of type '{part['type']}', which is not text, is not supported: {card.name} takes no {kind.noun}s"
+        )
         raise RequestError(400, f"{path}.type: {what}", param=f"{path}.type", code="unsupported_parameter")
-    name, given = f"{path}.{kind.part}", part.get(kind.part)
-    if kind == SOUND:
+    name, given = f"{path}.{part['type']}", part.get(part["type"])
+    if part["type"] == SOUND.part:
         return _sound(given, name, number)
     if not isinstance(given, dict) or not isinstance(url := given.get("url"), str):
         raise not_allowed(name, given, '{"url": "…"} is')
@@ -92,9 +94,11 @@ def _of_url(kind: MediaKind, url: str, field: str, number: int, limits: RequestL
 def _data(kind: MediaKind, url: str, name: str) -> bytes:
     head = _DATA.match(url[:256])
     if head is None:
-        raise not_allowed(name, url, f"data:{kind.media_types[0]};base64,… is")
+        raise not_allowed(name, url, f"data:{'audio/wav' if kind == SOUND else kind.media_types[0]};base64,… is")
     given = head["type"].lower()
-    if _ALSO_CALLED.get(given, given) not in kind.media_types:
+    if kind == SOUND and not given.startswith("audio/"):  # one format has many names there
+        raise not_allowed(name, given, "of media types audio/… are")
+    if kind != SOUND and _ALSO_CALLED.get(given, given) not in kind.media_types:
         raise not_allowed(name, given, f"of media types {', '.join(kind.media_types)} are")
     content, in_base64 = url[head.end() :], head["parameters"].lower().endswith(";base64")
     return _decoded(kind, content, name, "a data URI in base64 is", in_percent=not in_base64)

@@ -85,7 +85,7 @@ class EmbeddedParts:
         """Reads one of them, `{"type": "prompt_embeds", "data": …}`, an image, a video or a sound: the part that stands
         for it in the messages. Raises RequestError 400."""
         for kind in MEDIA:
-            if part["type"] == kind.part:
+            if part["type"] in (kind.part, kind.url_part):
                 source = read_media(kind, part, path, len(self.found), self._card, self._limits)
                 return self._add(source, f"{path}.type")
         return {"type": "text", "text": self._read_rows(part, path)}

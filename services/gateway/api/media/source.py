@@ -23,6 +23,8 @@ class MediaKind(NamedTuple):
     media_types: tuple[str, ...]
     """Of a sound, formats."""
     max_bytes: int
+    url_part: str
+    """The same as `part`, of one at an address or in a data URI."""
 
     @property
     def a_noun(self) -> str:
@@ -31,10 +33,12 @@ class MediaKind(NamedTuple):
 
 
 IMAGE = MediaKind(
-    "image", "image_url", "image", ("image/png", "image/jpeg", "image/webp", "image/gif"), MAX_IMAGE_BYTES
+    "image", "image_url", "image", ("image/png", "image/jpeg", "image/webp", "image/gif"), MAX_IMAGE_BYTES, "image_url"
 )
-VIDEO = MediaKind("video", "video_url", "video", ("video/mp4", "video/webm"), MAX_VIDEO_BYTES)
-SOUND = MediaKind("sound", "input_audio", "audio", ("wav", "mp3", "flac", "ogg", "webm", "m4a"), MAX_SOUND_BYTES)
+VIDEO = MediaKind("video", "video_url", "video", ("video/mp4", "video/webm"), MAX_VIDEO_BYTES, "video_url")
+SOUND = MediaKind(
+    "sound", "input_audio", "audio", ("wav", "mp3", "flac", "ogg", "webm", "m4a"), MAX_SOUND_BYTES, "audio_url"
+)
 MEDIA = (IMAGE, VIDEO, SOUND)
 
 

@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import msgspec
 from msgspec.structs import replace
@@ -22,10 +21,12 @@ from services.gateway.api.audio.request import (
     read_audio_request,
 )
 from services.gateway.api.errors import RequestError, invalid
-from services.gateway.api.generation import GenerationRequest, choose_alias, choose_model
+from services.gateway.api.generation import GenerationRequest, choose_alias, choose_lora, choose_model
 from services.gateway.api.response import ResponseHeader
 from services.gateway.audio.audio_decoder import AudioDecoder
+from services.gateway.audio.chat_transcriber import ChatTranscriber
 from services.gateway.audio.transcriber import HeardWindow, Transcriber
+from services.gateway.audio.whisper_transcriber import WhisperTranscriber
 from services.gateway.http.access import AccessControl
 from services.gateway.http.apis.multipart import FORM_BYTES, FileBegin, FormField, FormReader, unknown_field
 from services.gateway.http.call import Call
@@ -33,6 +34,7 @@ from services.gateway.http.generation import EVENT_STREAM, STREAM_HEADERS, Strea
 from services.gateway.http.streaming import DONE, KEEP_ALIVE, error_frame
 from services.gateway.request_table import RequestTable
 from shared.messages.generation import SamplingOptions, StopConditions
+from shared.messages.model_card import AudioModel
 from shared.messages.tokenizer import TokenPrompt
 
 log = logging.getLogger(__name__)
@@ -59,12 +61,26 @@ class AudioEndpoint:
         call.name_request(header.id)
         extra = {"request": header.id, "client_request": call.client_id, "endpoint": header.kind}
         log.info("request", extra={**extra, "model": generation.served_name, "choices": 1, "stream": request.stream})
-        transcriber = Transcriber(self._table, self._decoder, request, generation, header)
-        async with self._ended_with(call):
-            if request.stream:
-                await self._stream(call, transcriber, transcriber.heard(file))
-            else:
-                await self._respond(call, request, transcriber, transcriber.heard(file))
+        transcriber = self._transcriber(request, generation, header)
+        answer = self._stream if request.stream else self._respond
+        try:
+            await call.unless_left(answer(call, request, transcriber, transcriber.heard(file)))
+        except RequestError:
+            if not call.connection.is_closing():
+                call.record.outcome = "failed"
+                raise
+            call.record.outcome = "client left"  # which is no error, and nobody would read one
+        else:
+            call.record.outcome = "finished"
+
+    def _transcriber(
+        self, request: AudioRequest, generation: GenerationRequest, header: ResponseHeader
+    ) -> WhisperTranscriber | ChatTranscriber:
+        given = self._table, self._decoder, request, generation, header
+        if isinstance(request.audio, AudioModel):
+            return WhisperTranscriber(request.audio, *given)
+        assert request.model.sounds is not None, "it was checked"
+        return ChatTranscriber(request.model.sounds, request.audio, *given)
 
     async def _read(self, call: Call) -> tuple[bytes, AudioRequest, str | None]:
         """The file, what is asked of it, and the model's name as the client gave it. Raises RequestError."""
@@ -104,40 +120,13 @@ class AudioEndpoint:
             stopping=StopConditions(),
             stream=None,
             alias=choose_alias(name, request.model),
+            lora=choose_lora(name, request.model),
         )
         call.record.model = generation.served_name
         generation = replace(self._access.bound(generation, call.key), trace=call.trace)
         self._table.admit(1, request.model.name)
         self._access.reserve(call, generation, self._table.free)
         return generation
-
-    @asynccontextmanager
-    async def _ended_with(self, call: Call) -> AsyncIterator[None]:
-        """Ends what is within when the client leaves, which is no error."""
-        connection, task, left = call.connection, asyncio.current_task(), False
-        assert task is not None
-
-        def leave() -> None:
-            nonlocal left
-            left = True
-            task.cancel()
-
-        connection.on_lost = leave
-        if connection.is_closing():
-            leave()
-        try:
-            yield
-            call.record.outcome = "finished"
-        except RequestError:
-            call.record.outcome = "failed"
-            raise
-        except asyncio.CancelledError:
-            if not left:
-                raise
-            task.uncancel()
-            call.record.outcome = "client left"
-        finally:
-            connection.on_lost = None
 
     async def _respond(
         self, call: Call, request: AudioRequest, transcriber: Transcriber, heard: AsyncIterator[str | HeardWindow]
@@ -148,7 +137,9 @@ class AudioEndpoint:
         async with asyncio.timeout(self._settings.read_timeout):
             await call.respond(body, content_type=kind)
 
-    async def _stream(self, call: Call, transcriber: Transcriber, heard: AsyncIterator[str | HeardWindow]) -> None:
+    async def _stream(
+        self, call: Call, request: AudioRequest, transcriber: Transcriber, heard: AsyncIterator[str | HeardWindow]
+    ) -> None:
         """Server-sent events, the last one with the whole text. An error behind the first one is an event, too."""
         windows, started, waiting = list[HeardWindow](), False, asyncio.ensure_future(anext(heard, None))
         try:

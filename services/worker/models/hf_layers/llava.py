@@ -9,12 +9,15 @@ from msgspec import Struct
 
 from services.worker.models.hf_layers.tied_heads import TIED, HasHead, tied_head, without_tensors, without_ties
 from shared.models.image_models import (
+    AUDIO_FLAMINGO3,
     DEEPSEEK_OCR2,
     DEFAULT_IMAGE_TOKENS,
     GEMMA,
     GLM_5_NEXT,
+    GLM_ASR,
     GOT_OCR2,
     GRANITE4_VISION,
+    GRANITE_SPEECH,
     IDEFICS2,
     KIMI_K2_5,
     LFM2_VL,
@@ -28,8 +31,10 @@ from shared.models.image_models import (
     MLLAMA,
     OVIS2,
     QIANFAN_OCR,
+    QWEN3_ASR,
     QWEN4_VL,
     VIDEO_LLAMA3,
+    VOXTRAL,
 )
 
 LANGUAGE_MODELS = {
@@ -64,6 +69,11 @@ _OWN_MODELS = {
     LFM3_VL: {"lfm3": "Lfm3ForCausalLM"},
     MLLAMA: {"mllama_text_model": "MllamaForCausalLM"},
     LFM2_VL: {"lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM"},
+    VOXTRAL: {"llama": "LlamaForCausalLM"},
+    GLM_ASR: {"llama": "LlamaForCausalLM"},
+    QWEN3_ASR: {"qwen3": "Qwen3ForCausalLM"},
+    AUDIO_FLAMINGO3: {"qwen2": "Qwen2ForCausalLM"},
+    GRANITE_SPEECH: {"granite": "GraniteSpeechTextForCausalLM"},
 }
 """Those of others, by the architecture of the whole."""
 

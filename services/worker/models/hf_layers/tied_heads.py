@@ -11,7 +11,9 @@ from msgspec import Struct
 from shared.models.image_models import (
     DEEPSEEK_VL,
     GEMMA,
+    GLM_ASR,
     GOT_OCR2,
+    GRANITE_SPEECH,
     KIMI_K2_5,
     LFM2_VL,
     LFM3_VL,
@@ -19,6 +21,7 @@ from shared.models.image_models import (
     MISTRAL3,
     OVIS2,
     PADDLE_OCR,
+    QWEN3_ASR,
 )
 
 TIED = "tie_word_embeddings"
@@ -26,7 +29,7 @@ _LFM2 = "tie_embedding"
 """Another name of it, of LFM2, which comes first."""
 _BY_DEFAULT = (
     *(GEMMA, MISTRAL3, "InternVLForConditionalGeneration", *KIMI_K2_5, LFM2_VL, LFM3_VL, *DEEPSEEK_VL, OVIS2),
-    *(LIGHTON_OCR, PADDLE_OCR, GOT_OCR2),
+    *(LIGHTON_OCR, PADDLE_OCR, GOT_OCR2, QWEN3_ASR, GLM_ASR, GRANITE_SPEECH),
 )
 """Those whose head is the embedding where nothing is said of the whole."""
 

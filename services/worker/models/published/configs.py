@@ -388,6 +388,26 @@ def _pangu(raw: _Keys) -> Published:
     return Published(base | theta, {"qkv_bias": qkv, "output_bias": own.bias})
 
 
+class _RawGraniteSpeech(Struct, kw_only=True):
+    embedding_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+
+
+def _granite_speech(raw: _Keys) -> Published:
+    """Granite's, whose rows of sounds are multiplied as its embedding's are."""
+    own = converted(raw, _RawGraniteSpeech)
+    changes = {
+        "attention_scale": own.attention_multiplier,
+        "embedding_scale": None if own.embedding_multiplier == 1 else own.embedding_multiplier,
+        "scales_inputs": True,
+        "residual_scale": None if own.residual_multiplier == 1 else own.residual_multiplier,
+        "logits_divisor": None if own.logits_scaling == 1 else own.logits_scaling,
+    }
+    return Published(dict(raw), changes)
+
+
 PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     **dict.fromkeys(
         (
@@ -420,6 +440,7 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     JAIS: jais,
     OURO: ouro,
     "Plamo3ForCausalLM": plamo_3,
+    "GraniteSpeechTextForCausalLM": _granite_speech,
     MINIMAX_M3: minimax_m3,
     HY4: hy4,
     GLM_NEXT: glm_next,

@@ -13,7 +13,7 @@ from services.gateway.api.chat import read_chat
 from services.gateway.api.embeds.images import check_url
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest, RequestLimits
-from services.gateway.api.media.source import IMAGE, MAX_VIDEO_BYTES, VIDEO
+from services.gateway.api.media.source import IMAGE, MAX_VIDEO_BYTES, SOUND, VIDEO
 from services.gateway.api.pooling.embeddings import read_embedding
 from shared.ids import ModelName
 from shared.messages.encoder import MAX_IMAGE_BYTES
@@ -148,6 +148,26 @@ def test_sounds_of_a_model_that_hears_alone_stand_in_the_place_of_images() -> No
         (prompt,) = chat(*parts, card=card).prompts
         assert isinstance(prompt, ChatPrompt)
         assert (prompt.images, prompt.sounds) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("data:audio/x-wav;base64,UklGRg==", None),
+        ("http://pictures.example/a.mp3", None),
+        ("data:image/png;base64,UklGRg==", "'image/png' is not allowed; of media types audio/… are"),
+        ("http://other.example/a.mp3", "sounds may not be fetched from 'other.example:80'"),
+        ("data:audio/wav;base64,", "the sound is empty"),
+    ],
+)
+def test_sounds_may_have_an_address(url: str, why: str | None) -> None:
+    part = {"type": "audio_url", "audio_url": {"url": url}}
+    card = replace(CARD, images=None, sounds=SoundModel(64, 16_000, 30))
+    if why is not None:
+        assert why in refusal(part, card=card).message
+        return
+    (media,) = chat(part, card=card).media
+    assert (media.kind, media.url or media.data) == (SOUND, url if url.startswith("http") else b"RIFF")
 
 
 def test_videos_are_given_as_images_are() -> None:
