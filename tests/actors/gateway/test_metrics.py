@@ -69,11 +69,11 @@ async def test_who_asks_at_once_gets_the_same_page_and_the_loop_is_nobodys_alone
     made: list[int] = []
     make = stack.gateway.peers.own_metrics_page
 
-    def noted(openmetrics: bool) -> bytes:
+    def recorded(openmetrics: bool) -> bytes:
         made.append(threading.get_ident())
         return make(openmetrics)
 
-    monkeypatch.setattr(stack.gateway.peers, "own_metrics_page", noted)
+    monkeypatch.setattr(stack.gateway.peers, "own_metrics_page", recorded)
     pages = await asyncio.gather(*(page(stack) for _ in range(20)))
     assert len({text for _, text in pages}) == len(made) < 10
     assert threading.main_thread().ident not in made
