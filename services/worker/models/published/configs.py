@@ -19,10 +19,10 @@ from services.worker.models.config import LayerConfig, Mixture, ModelError, Skip
 from services.worker.models.hf_layers.compressed import HY4
 from services.worker.models.hf_layers.tensor_names import OURO
 from services.worker.models.published.glm_next import GLM_NEXT, glm_next
-from services.worker.models.published.granite import GRANITE_VISION, granite_vision
 from services.worker.models.published.hunyuan import hy4
 from services.worker.models.published.jais import JAIS, jais
 from services.worker.models.published.layout import Published, converted
+from services.worker.models.published.llamas import GRANITE_VISION, MLLAMA_TEXT, granite_vision, mllama
 from services.worker.models.published.minimax import MINIMAX_M3, minimax_m3
 from services.worker.models.published.mistral_large import MISTRAL_LARGE_4, mistral_large
 from services.worker.models.published.mistral_small import MINISTRAL_3, MISTRAL_4, ministral, mistral_small
@@ -35,7 +35,6 @@ from services.worker.models.published.mixtures import (
     sarvam,
     sarvam_latent,
 )
-from services.worker.models.published.mllama import MLLAMA_TEXT, mllama
 from services.worker.models.published.nas import NEMOTRON_NAS, nemotron_nas
 from services.worker.models.published.norms import ouro, plamo_3
 from services.worker.models.published.qwen import QWEN4, qwen4
