@@ -24,7 +24,7 @@ from services.worker.ops.interface import OpsName, OpsUnavailable
 from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import Incarnation, ModelName
 from shared.messages.worker import StepPlan
-from shared.models.image_models import DEEPSEEK_OCR2, GEMMA
+from shared.models.image_models import DEEPSEEK_OCR2, GEMMA, MLLAMA
 from tests.support.models.quantised_files import quantise
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_adapters import ALL_LINEAR, ATTENTION, write_adapter
@@ -400,13 +400,15 @@ def test_sizes_that_a_configuration_leaves_out_are_the_librarys(kind: str, tmp_p
     theirs = transformers.AutoConfig.for_model(kind)
     for key, value in LANGUAGE_MODEL_DEFAULTS[kind].items():
         assert getattr(theirs, key) == value
-    whole = {"gemma3_text": GEMMA, "deepseek_ocr2_text": DEEPSEEK_OCR2}.get(kind, "LlavaForConditionalGeneration")
+    wholes = {"gemma3_text": GEMMA, "deepseek_ocr2_text": DEEPSEEK_OCR2, "mllama_text_model": MLLAMA}
+    whole = wholes.get(kind, "LlavaForConditionalGeneration")
     said = {"architectures": [whole], "torch_dtype": "float16"}
     chosen = {} if theirs.to_dict().get("n_routed_experts") is None else {"num_experts_per_tok": 6}  # has no default
     (tmp_path / "config.json").write_text(json.dumps({**said, "text_config": {"model_type": kind, **chosen}}))
     config = read_model_config(tmp_path)
+    of_images = getattr(theirs, "cross_attention_layers", ())  # which texts do not pass
     assert (config.num_layers, config.hidden_size, config.dtype) == (
-        theirs.num_hidden_layers,
+        theirs.num_hidden_layers - len(of_images),
         theirs.hidden_size,
         "float16",
     )

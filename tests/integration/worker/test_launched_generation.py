@@ -61,4 +61,4 @@ def test_launched_ahead_an_engine_says_the_same(
         told, wanted = output.outputs[0].logprobs or [], one.outputs[0].logprobs or []
         assert [list(position) for position in told] == [list(position) for position in wanted]
         assert (output.prompt_logprobs is None) == (one.prompt_logprobs is None)
-    assert begun > 60
+    assert begun > 30  # the longest takes 60 tokens, of which drafts and the company of others spare some steps

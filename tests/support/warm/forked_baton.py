@@ -23,6 +23,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.warm.processes import PYTHONPATH, read_by_libraries
 
 _READ_AT_IMPORT = read_by_libraries(os.environ)
+"""What a command needs in its environment as it is in the fork server; a supervisor only hands it on."""
 _STARTED = ("up", "join", "bench", "chaos")
 """These start others as they were started themselves."""
 
@@ -55,12 +56,8 @@ class ForkedBaton:
 
 def can_fork(environment: Mapping[str, str]) -> bool:
     """Whether a fork server is there that was forked itself (one that is started would import all of it first), and
-    the environment is the one that libraries have read there, with no folders of packages but the tests' own."""
-    return (
-        forked_server.is_there()
-        and environment.get("PYTHONPATH", "") == PYTHONPATH
-        and read_by_libraries(environment) == _READ_AT_IMPORT
-    )
+    the environment has no folders of packages but the tests' own."""
+    return forked_server.is_there() and environment.get("PYTHONPATH", "") == PYTHONPATH
 
 
 def fork_baton(
@@ -87,7 +84,7 @@ def run_baton(*words: str, timeout: float) -> subprocess.CompletedProcess[str]:
     """What `baton WORDS…` says, in a process of its own where it cannot be forked. Raises subprocess.TimeoutExpired."""
     argv = [sys.executable, "-m", cli.__name__, *words]
     environment = dict(os.environ)
-    if words[0] in _STARTED or not can_fork(environment):
+    if words[0] in _STARTED or not can_fork(environment) or read_by_libraries(environment) != _READ_AT_IMPORT:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.run(argv, cwd=REPOSITORY, text=True, timeout=timeout, check=False, **pipes)
     with tempfile.TemporaryDirectory(prefix="baton-said-") as folder:
