@@ -77,11 +77,12 @@ def apply_penalties(logits: Tensor, by: Penalties) -> Tensor:
     """logits float32 [P, vocab] → the same, penalised; overwrites them.
 
     Only the logits of tokens held are looked at. A token held several times is written several times, with the same
-    value; so is a row's first token for every place behind the row's end.
+    value; so is one of them for every place behind the row's end, and for what is never drawn, as what stands in
+    prompts of Llama 3.2 Vision for an image.
     """
-    place = torch.arange(by.history.tokens.shape[1], device=logits.device)
-    known = place < by.history.lengths
-    tokens = torch.where(known, by.history.tokens, by.history.tokens[:, :1])
+    place, held = torch.arange(by.history.tokens.shape[1], device=logits.device), by.history.tokens
+    known = (place < by.history.lengths) & (held < logits.shape[1])
+    tokens = torch.where(known, held, torch.where(known, held, 0).amax(dim=1, keepdim=True))
     in_output = (known & (place >= by.history.prompt_lengths)).to(logits.dtype)
     counts = torch.zeros_like(logits).scatter_add_(1, tokens, in_output).gather(1, tokens)
     values = logits.gather(1, tokens)

@@ -337,6 +337,17 @@ def test_histories_are_looked_at_a_few_tokens_at_a_time(monkeypatch: pytest.Monk
     assert max(looks) <= processing._HELD_AT_ONCE
 
 
+def test_tokens_that_are_never_drawn_are_not_penalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what stands in a prompt for an image beside it, first or in the middle: the others are, as without it."""
+    found = []
+    for prompt in ([5, 6], [VOCABULARY, 6, VOCABULARY + 3, 5]):
+        monkeypatch.setattr(f"{__name__}.PROMPT", prompt)
+        rows = [Row([1, 7, 1], repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2), Row([2])]
+        found.append(changed(rows, logits_of(2)))
+    assert torch.equal(*found)
+    assert found[0][0].ne(logits_of(2)[0]).sum() == 4
+
+
 def test_padding_repeats_what_a_slot_begins_with_however_wide_others_are() -> None:
     lists = PaddedLists(3, np.int64)
     lists.put(0, [4])
