@@ -211,11 +211,10 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
         return [each for each in self.media if each is not None]
 
     def of_tokens(self, first: int, end: int) -> bytes:
-        """See :class:`shared.blocks.InPlaceOfTokens`. Rows beside the prompt are of its first block, behind which all
-        others go on."""
+        """See :class:`shared.blocks.InPlaceOfTokens`. Rows beside the prompt are of the block from which on they are
+        seen, behind which all others go on."""
         if self.encoded:
-            named = b"".join(b"rows:%b" % each.name for each in self.kept)
-            return b"encoded" + self.dtype.encode() + named + self.rows if first == 0 else b""
+            return self._beside_tokens(first, end)
         if not self.runs:
             rows = self.rows[first * self.row_bytes : end * self.row_bytes]
             return self.dtype.encode() + rows if rows else b""
@@ -238,6 +237,17 @@ class PromptEmbeds(Struct, frozen=True, array_like=True, kw_only=True):
                 parts += [place, self.rows[at * self.row_bytes : behind * self.row_bytes]]
             row += 0 if kept is not None else count - self._texts_between(start, start + count)
         return self.dtype.encode() + b"".join(parts) if parts else b""
+
+    def _beside_tokens(self, first: int, end: int) -> bytes:
+        parts, row = [], 0
+        runs = self.runs or ((0, self.count),)
+        for (token, count), kept in zip(runs, self.media or (None,) * len(runs), strict=True):
+            behind = row + (count if kept is None else 0)
+            if first <= token < end:
+                own = self.rows[row * self.row_bytes : behind * self.row_bytes]
+                parts.append(own if kept is None else b"rows:%b" % kept.name)
+            row = behind
+        return b"encoded" + self.dtype.encode() + b"".join(parts) if parts else b""
 
     def fits(self, prompt_length: int) -> bool:
         """Whether each row has its token of a prompt of this length: all of them, or runs that follow each other; and

@@ -8,6 +8,7 @@ not published, as no other engine can have those blocks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Iterable
 from hashlib import blake2b
 
@@ -105,4 +106,4 @@ def _name_of(embeds: PromptEmbeds, salt: str | None, block_size: int) -> bytes:
     """The same rows lie otherwise where others of them are seen together."""
     key = b"" if salt is None else blake2b(salt.encode(), digest_size=HASH_BYTES).digest()
     places = b"".join(place.to_bytes(4, "little") for place, _ in places_of_rows(embeds, block_size)[1:])
-    return blake2b(embeds.of_tokens(0, 1) + places, digest_size=HASH_BYTES, key=key).digest()
+    return blake2b(embeds.of_tokens(0, sys.maxsize) + places, digest_size=HASH_BYTES, key=key).digest()

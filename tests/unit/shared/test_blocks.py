@@ -84,6 +84,34 @@ def test_a_block_is_named_by_the_rows_in_it_and_by_their_places() -> None:
     assert chain(in_place=rows_in((BLOCK_SIZE, 20), values=values[:-2] + b"xy"))[1:2] == second[1:2]
 
 
+def test_images_beside_a_prompt_name_the_blocks_from_which_on_they_are_seen() -> None:
+    """So chats share what stands before their first different image, and nothing behind it."""
+    tokens, kept = (
+        pack(list(range(5 * BLOCK_SIZE))),
+        [MediaRows(RowsName(bytes([n])), 3, InstanceId("e")) for n in range(3)],
+    )
+
+    def chain(*images: tuple[int, MediaRows]) -> list[bytes]:
+        runs = tuple((token, each.count) for token, each in images)
+        embeds = PromptEmbeds(
+            dtype="float16", size=1, rows=b"", runs=runs, media=tuple(each for _, each in images), encoded=True
+        )
+        assert embeds.fits(count(tokens))
+        return list(hash_chain(tokens, None, BLOCK_SIZE, in_place=embeds))
+
+    first, second = BLOCK_SIZE + 3, 3 * BLOCK_SIZE
+    one = chain((first, kept[0]))
+    assert one == chain((first, kept[0]))
+    for other, equal in (
+        (list(hash_chain(tokens, None, BLOCK_SIZE)), 1),
+        (chain((first, kept[1])), 1),
+        (chain((first, kept[0]), (second, kept[1])), 3),
+        (chain((first, kept[0]), (first + 1, kept[1])), 1),
+    ):
+        assert [here == there for here, there in zip(one, other, strict=True)] == [True] * equal + [False] * (5 - equal)
+    assert chain((first, kept[0]), (first + 1, kept[1]))[1] != chain((first, kept[1]), (first + 1, kept[0]))[1]
+
+
 def test_text_among_rows_has_none_of_them() -> None:
     """Of a run of six tokens, the second and the fourth are text."""
     texts = ((1, (7,)), (2, (8,)), (4, (9,)))
