@@ -22,7 +22,14 @@ from services.worker.models.published.glm_next import GLM_NEXT, glm_next
 from services.worker.models.published.hunyuan import hy4
 from services.worker.models.published.jais import JAIS, jais
 from services.worker.models.published.layout import Published, converted
-from services.worker.models.published.llamas import GRANITE_VISION, MLLAMA_TEXT, granite_vision, mllama
+from services.worker.models.published.llamas import (
+    GRANITE_SPEECH_TEXT,
+    GRANITE_VISION,
+    MLLAMA_TEXT,
+    granite_speech,
+    granite_vision,
+    mllama,
+)
 from services.worker.models.published.minimax import MINIMAX_M3, minimax_m3
 from services.worker.models.published.mistral_large import MISTRAL_LARGE_4, mistral_large
 from services.worker.models.published.mistral_small import MINISTRAL_3, MISTRAL_4, ministral, mistral_small
@@ -387,26 +394,6 @@ def _pangu(raw: _Keys) -> Published:
     return Published(base | theta, {"qkv_bias": qkv, "output_bias": own.bias})
 
 
-class _RawGraniteSpeech(Struct, kw_only=True):
-    embedding_multiplier: float = 1.0
-    logits_scaling: float = 1.0
-    residual_multiplier: float = 1.0
-    attention_multiplier: float = 1.0
-
-
-def _granite_speech(raw: _Keys) -> Published:
-    """Granite's, whose rows of sounds are multiplied as its embedding's are."""
-    own = converted(raw, _RawGraniteSpeech)
-    changes = {
-        "attention_scale": own.attention_multiplier,
-        "embedding_scale": None if own.embedding_multiplier == 1 else own.embedding_multiplier,
-        "scales_inputs": True,
-        "residual_scale": None if own.residual_multiplier == 1 else own.residual_multiplier,
-        "logits_divisor": None if own.logits_scaling == 1 else own.logits_scaling,
-    }
-    return Published(dict(raw), changes)
-
-
 PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     **dict.fromkeys(
         (
@@ -439,7 +426,7 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     JAIS: jais,
     OURO: ouro,
     "Plamo3ForCausalLM": plamo_3,
-    "GraniteSpeechTextForCausalLM": _granite_speech,
+    GRANITE_SPEECH_TEXT: granite_speech,
     MINIMAX_M3: minimax_m3,
     HY4: hy4,
     GLM_NEXT: glm_next,

@@ -1,6 +1,6 @@
-"""Reads the `config.json` of language models of models that see. They are Llamas: Llama 3.2 Vision (Mllama), for texts
-alone, without the layers that attend to images, which give nothing where there is none; and Granite 4 Vision, with
-multipliers, some of whose layers read a part of an image's row each."""
+"""Reads the `config.json` of language models of models that see or hear. They are Llamas: Llama 3.2 Vision (Mllama),
+for texts alone, without the layers that attend to images, which give nothing where there is none; and with multipliers
+Granite Speech and Granite 4 Vision, some of whose layers read a part of an image's row each."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from services.worker.models.config import LayerConfig, ModelError
 from services.worker.models.published.layout import Published, converted
 
 MLLAMA_TEXT, GRANITE_VISION = "MllamaForCausalLM", "Granite4VisionTextForCausalLM"
+GRANITE_SPEECH_TEXT = "GraniteSpeechTextForCausalLM"
 FURTHER_WORDS = 8
 """Rows that the embedding has behind those of the vocabulary: the image's token is the first."""
 _THETA = 500_000.0
@@ -33,8 +34,6 @@ _GRANITE_DEFAULTS: dict[str, Any] = {
 
 class _RawMllama(Struct, kw_only=True):
     num_hidden_layers: int = 40
-    num_attention_heads: int = 32
-    hidden_act: str = "silu"
     cross_attention_layers: list[int] | None = None
     rope_theta: float | None = None
 
@@ -60,7 +59,7 @@ def mllama(raw: Mapping[str, Any]) -> Published:
     return Published(base, {"further_words": FURTHER_WORDS}, arranged=arranged)
 
 
-class _RawGraniteVision(Struct, kw_only=True):
+class _RawGranite(Struct, kw_only=True):
     num_hidden_layers: int = 32
     embedding_multiplier: float = 1.0
     logits_scaling: float = 1.0
@@ -68,23 +67,31 @@ class _RawGraniteVision(Struct, kw_only=True):
     attention_multiplier: float = 1.0
     level_layers: tuple[int, ...] = ()
 
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Rows of images and sounds are multiplied as the embedding's are."""
+        return {
+            "attention_scale": self.attention_multiplier,
+            "embedding_scale": None if self.embedding_multiplier == 1 else self.embedding_multiplier,
+            "scales_inputs": True,
+            "residual_scale": None if self.residual_multiplier == 1 else self.residual_multiplier,
+            "logits_divisor": None if self.logits_scaling == 1 else self.logits_scaling,
+        }
+
+
+def granite_speech(raw: Mapping[str, Any]) -> Published:
+    """Raises msgspec.ValidationError."""
+    return Published(dict(raw), converted(raw, _RawGranite).changes)
+
 
 def granite_vision(raw: Mapping[str, Any]) -> Published:
     """Raises ModelError, and msgspec.ValidationError."""
-    own, said = converted(raw, _RawGraniteVision), {key: value for key, value in raw.items() if value is not None}
+    own, said = converted(raw, _RawGranite), {key: value for key, value in raw.items() if value is not None}
     layers = own.level_layers
     if wrong := [each for each in layers if not 0 <= each < own.num_hidden_layers or layers.count(each) > 1]:
         raise ModelError(
             f"deepstack_layer_map and spatial_target_layers name layer {wrong[0]}: each of the "
             f"{own.num_hidden_layers} layers may be named once"
         )
-    changes = {
-        "attention_scale": own.attention_multiplier,
-        "embedding_scale": None if own.embedding_multiplier == 1 else own.embedding_multiplier,
-        "scales_inputs": True,
-        "residual_scale": None if own.residual_multiplier == 1 else own.residual_multiplier,
-        "logits_divisor": None if own.logits_scaling == 1 else own.logits_scaling,
-        "input_levels": len(layers),
-        "level_layers": layers,
-    }
-    return Published({**_GRANITE_DEFAULTS, **said}, changes)
+    levels = {"input_levels": len(layers), "level_layers": layers}
+    return Published({**_GRANITE_DEFAULTS, **said}, own.changes | levels)
