@@ -66,7 +66,7 @@ _SIZES = {
     GRANITE_SPEECH: 4096,
 }
 """Elements of a row, as `transformers` has it where a configuration does not say."""
-_LONGEST: dict[str, int | None] = {
+_MAX_SECONDS: dict[str, int | None] = {
     VOXTRAL: None,
     QWEN3_ASR: None,
     GRANITE_SPEECH: None,
@@ -190,8 +190,8 @@ def read_sound_model(folder: Path) -> SoundModel | None:
         MAX_IMAGE_BYTES // (SAMPLE_BYTES * features.sampling_rate),
     )
     longest, window_s = features.chunk_length, min(features.chunk_length, most)
-    if named in _LONGEST:  # in whole windows
-        said = processor.max_audio_len or _LONGEST[named]
+    if named in _MAX_SECONDS:  # in whole windows
+        said = processor.max_audio_len or _MAX_SECONDS[named]
         longest = most if said is None else max(said // longest * longest, longest)
     chat = _CHATS.get(named)
     if chat is not None and chat.prompt == "user":

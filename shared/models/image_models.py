@@ -214,7 +214,7 @@ class _RawCrossImages(Struct):
 
 CROSS_IMAGES = 4
 """Images of a prompt for whose rows, of all tiles, there is room."""
-_LEAST_BYTES = 2
+_MIN_BYTES = 2
 """Of an element of a row."""
 
 
@@ -314,5 +314,5 @@ def read_cross_images(folder: Path) -> CrossImageModel | None:
         return None
     size, vision = max(1, raw.text_config.hidden_size), raw.vision_config
     rows = vision.max_num_tiles * ((vision.image_size // max(1, vision.patch_size)) ** 2 + 1)
-    most = MAX_MEDIA_BYTES // (_LEAST_BYTES * size)
+    most = MAX_MEDIA_BYTES // (_MIN_BYTES * size)
     return CrossImageModel(token=images.token_id, row_size=size, rows=max(1, min(CROSS_IMAGES * rows, most)))
