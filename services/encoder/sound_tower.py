@@ -52,8 +52,11 @@ class SoundTower:
 
     @torch.inference_mode()
     def encode(self, sound: Samples) -> PromptEmbeds:
-        """The rows of a sound. Raises TowerUnusable where they are no numbers."""
-        rows = self._rows(np.frombuffer(sound.samples, np.dtype("<f4")))
+        """The rows of a sound. One shorter than a tenth of a second, as what a file's last window may be left with, is
+        heard with silence behind it: some towers make no row of it, or nothing at all. Raises TowerUnusable where they
+        are no numbers."""
+        samples = np.frombuffer(sound.samples, np.dtype("<f4"))
+        rows = self._rows(np.pad(samples, (0, max(0, self._rate // 10 - len(samples)))))
         packed = packed_rows(rows, self.dtype, "sound")
         return PromptEmbeds(dtype=self.dtype, size=self.size, rows=packed, runs=((0, len(rows)),))
 

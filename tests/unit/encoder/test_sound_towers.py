@@ -28,6 +28,11 @@ def test_rows_of_sounds_are_the_librarys(kind: str, tmp_path: Path) -> None:
         torch.testing.assert_close(rows, expected)
         assert rows.std() > 0.1, "rows this flat would agree with anything"
         assert made.runs == ((0, len(expected)),)
+    short = sweep(0, 0.05).astype("<f4")
+    silence = np.zeros(SAMPLE_RATE // 10 - len(short), "<f4")
+    made, padded = (tower.encode(Samples(each.tobytes())) for each in (short, np.concatenate([short, silence])))
+    assert made == padded, "what is left of a file is heard, however short it is"
+    assert made.count > 0
     if kind == "granite-speech":
         _granites_features_are_spectrograms(tmp_path)
 
