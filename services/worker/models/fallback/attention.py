@@ -224,11 +224,11 @@ class PagedLayers:
         if encoded is None:
             return torch.zeros_like(query)
         if encoded.values is not None:
-            nothing = query.new_zeros(len(key), query.shape[1], query.shape[2])
-            joined = torch.cat((nothing, key, value), dim=1).reshape(len(key), -1)
+            # Keys again where queries stand, which nobody asks for: of thousands of rows as few as there can be.
+            joined = torch.cat((key, key, value), dim=1).reshape(len(key), -1)
             self._ops.rope_and_store(
                 *(joined, encoded.writes, self._unrotated[call.key_dim], *cache),
-                heads=query.shape[1],
+                heads=key.shape[1],
                 q_norm=None,
                 k_norm=None,
                 eps=0.0,
