@@ -350,11 +350,11 @@ class Gateway(Actor):
             case _:
                 raise AssertionError(message)
 
-    async def respond(self, request: GatewayRequest) -> GatewayReply:
-        """Answers another gateway."""
+    async def respond(self, request: GatewayRequest) -> GatewayReply | asyncio.Future[MetricsPage]:
+        """Answers another gateway. Of metrics it is a future: meanwhile the deltas of all streams are handled."""
         match request:
             case ReadMetrics():
-                return MetricsPage(await asyncio.to_thread(self.peers.own_metrics_page, request.openmetrics))
+                return asyncio.ensure_future(self.peers.read_metrics(request))
             case TakeStream():
                 return await self.streams.answer(request)
             case AbortRequests():

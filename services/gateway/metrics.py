@@ -126,7 +126,7 @@ END_OF_OPENMETRICS = b"# EOF\n"
 
 
 class Histogram:
-    """Owns counts by bucket. Single-threaded; a scrape reads it on the same event loop."""
+    """Owns counts by bucket. One event loop writes; a scrape reads on a thread, and may miss what comes meanwhile."""
 
     def __init__(self, bounds: tuple[float, ...] = LATENCY_BUCKETS) -> None:
         self._bounds = bounds
@@ -210,7 +210,8 @@ class KeyMeters:
 
 
 class Meters(Collector):
-    """Owns the figures of every model, read at each scrape, and the latencies of API keys, which no scrape reads."""
+    """Owns the figures of every model, read at each scrape, and the latencies of API keys, which no scrape reads. A
+    scrape is made on a thread: it goes through copies, as models and ends of outputs may come meanwhile."""
 
     def __init__(self) -> None:
         self._models: dict[str, ModelMeters] = {}
@@ -238,22 +239,23 @@ class Meters(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metrics, as `prometheus_client` asks for them."""
+        models = list(self._models.items())
         for attribute, name, text in _HISTOGRAMS:
             histogram = HistogramMetricFamily(f"baton_gateway_{name}", text, labels=["model"])
-            for model, meters in self._models.items():
+            for model, meters in models:
                 buckets, total = getattr(meters, attribute).buckets()
                 histogram.add_metric([model], buckets, total)
             yield histogram
         for attribute, text in _COUNTERS:
             counter = CounterMetricFamily(f"baton_gateway_{attribute}", text, labels=["model"])
-            for model, meters in self._models.items():
+            for model, meters in models:
                 counter.add_metric([model], getattr(meters, attribute))
             yield counter
         ends = CounterMetricFamily(
             "baton_gateway_choices_finished", "Choices, by why they ended.", labels=["model", "reason"]
         )
-        for model, meters in self._models.items():
-            for reason, count in meters.finished.items():
+        for model, meters in models:
+            for reason, count in meters.finished.copy().items():
                 ends.add_metric([model, reason], count)
         yield ends
 

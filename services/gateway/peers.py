@@ -79,6 +79,10 @@ class GatewayPeers:
         """Returns what this gateway measures, in Prometheus' text format or in OpenMetrics'."""
         return metrics_page(self._metrics, openmetrics=openmetrics)
 
+    async def read_metrics(self, request: ReadMetrics) -> MetricsPage:
+        """Answers another gateway: with what this one measures, made on a thread."""
+        return MetricsPage(await asyncio.to_thread(self.own_metrics_page, request.openmetrics))
+
     async def others_metrics(self, openmetrics: bool) -> dict[GatewayId, bytes]:
         """Returns the metrics of the other gateways, in Prometheus' text format or in OpenMetrics'."""
         others: dict[GatewayId, MetricsPage] = await self.ask_all(ReadMetrics(openmetrics), MetricsPage)

@@ -11,9 +11,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.gateway.metrics import MergedPages
+from services.gateway.metrics import Histogram, MergedPages, Meters
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import GatewayId
+from shared.messages.gateway import ReadMetrics
 from shared.telemetry.tracing import TRACING
 from tests.support.gateway.fake_services import MODEL
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
@@ -76,7 +77,22 @@ async def test_who_asks_at_once_gets_the_same_page_and_the_loop_is_nobodys_alone
     monkeypatch.setattr(stack.gateway.peers, "own_metrics_page", recorded)
     pages = await asyncio.gather(*(page(stack) for _ in range(20)))
     assert len({text for _, text in pages}) == len(made) < 10
+    answer = await stack.gateway.respond(ReadMetrics())
+    assert isinstance(answer, asyncio.Future), "deltas are handled meanwhile"
+    assert b"baton_gateway_choices_finished_total" in (await answer).text
     assert threading.main_thread().ident not in made
+
+
+def test_a_page_is_made_while_models_and_ends_of_outputs_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    meters, buckets = Meters(), Histogram.buckets
+    meters.of("a")
+
+    def buckets_meanwhile(histogram: Histogram) -> Any:
+        meters.of(str(histogram)).record_finish("stop", 1, 1)
+        return buckets(histogram)
+
+    monkeypatch.setattr(Histogram, "buckets", buckets_meanwhile)
+    assert {sample.labels["model"] for family in meters.collect() for sample in family.samples} == {"a"}
 
 
 @pytest.mark.usefixtures("tracing")
