@@ -105,9 +105,9 @@ class BodyBudget:
             return
         # A large body waits behind all others, a small one behind small ones.
         before = any(size > SMALL_BODY or waiter.size <= SMALL_BODY for waiter in self._waiting)
-        if not before and self._grant(lease, size):
+        if (not before or self._all_wait_with(lease)) and self._grant(lease, size):
             return
-        if len(self._waiting) >= MAX_WAITING:
+        if len(self._waiting) >= MAX_WAITING or self._all_wait_with(lease):
             raise self._refusal()
         waiter = _Waiter(lease, size, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
@@ -150,6 +150,10 @@ class BodyBudget:
             self._until_again -= 1
             if not self._until_again:
                 give_back_freed_memory()
+
+    def _all_wait_with(self, lease: BodyLease) -> bool:
+        """Whether nobody would go on who holds anything, were this one to wait with what it holds."""
+        return lease.held > 0 and lease.held + sum(waiter.lease.held for waiter in self._waiting) >= self.used
 
     def _grant(self, lease: BodyLease, size: int) -> bool:
         """Raises what `lease` holds to `size` bytes where there is room."""

@@ -67,6 +67,23 @@ async def test_answers_wait_for_room_and_the_largest_until_they_are_alone() -> N
     assert budget.used == most
 
 
+async def test_who_would_wait_for_each_other_is_refused_at_once() -> None:
+    budget, first, second, other = BodyBudget(1000 * 2**10, patience=60.0), BodyLease(), BodyLease(), BodyLease()
+    for lease in (first, second):
+        await budget.take(lease, 300 * 2**10)
+    waiting = asyncio.ensure_future(budget.take(first, 600 * 2**10))
+    await asyncio.sleep(0)
+    with pytest.raises(RequestError, match="bytes of bodies"):
+        await budget.take(second, 600 * 2**10)
+    assert not waiting.done()
+    await budget.take(second, 350 * 2**10)  # what there is room for goes on, though others wait
+    budget.give_back(second, 0)
+    await waiting
+    with pytest.raises(TimeoutError):  # who holds nothing is in nobody's way
+        await asyncio.wait_for(budget.take(other, 300 * 2**10), 0.01)
+    assert budget.used == first.held == 600 * 2**10
+
+
 async def test_items_that_are_listed_are_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(written_items, "TURN_SECONDS", 0.0)
     reading = asyncio.ensure_future(
