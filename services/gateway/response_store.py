@@ -139,8 +139,8 @@ class ResponseStore:
         for room for it first. Raises RequestError 400 where it is not known, or has not ended well."""
         field = "previous_response_id"
         try:
-            _, stored = await self.find(id, owner)
-            await hold(stored.items_size)
+            record, stored = await self.find(id, owner)
+            await hold(len(record.value) + stored.items_size)
             items = await self.items(id, stored)
         except RequestError as error:
             if error.status != 404:
@@ -170,21 +170,23 @@ class ResponseStore:
     ) -> int:
         """Adds the items of a response that are `wanted` to `found`; how many bytes it has looked through for them."""
         try:
-            _, stored = await self.find(response, owner)
+            record, stored = await self.find(response, owner)
             found |= {item["id"]: item for item in stored.response["output"] if item["id"] in wanted}
-            if wanted <= found.keys():
-                return 0
-            if stored.items_size > most:
-                rule = f"the responses that are referred to have more than {MAX_REFERENCED} bytes of items"
+            all_found = wanted <= found.keys()
+            size = len(record.value) + (0 if all_found else stored.items_size)
+            if size > most:
+                rule = f"the responses that are referred to have more than {MAX_REFERENCED} bytes"
                 raise invalid("input", f"{rule}; go on from one by previous_response_id")
-            await hold(stored.items_size)
+            await hold(size)
+            if all_found:
+                return size
             items = await written_items(await self.items(response, stored))
         except RequestError as error:
             if error.status == 404:
                 return 0
             raise
         found |= {item.id: item.json for item in items if item.id in wanted}
-        return stored.items_size
+        return size
 
     async def conversation(self, id: str, owner: str, hold: Hold) -> bytes:
         """Returns what goes on in a conversation begins with: its items, as a JSON array; `hold` is asked for room for

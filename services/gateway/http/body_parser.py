@@ -43,7 +43,6 @@ from services.gateway.api.responses.conversation import (
     read_conversation_items,
     read_conversation_update,
 )
-from services.gateway.api.responses.item_references import read_item_references
 from services.gateway.api.responses.request import read_input_tokens, read_responses
 from services.gateway.api.sglang.request import read_sglang
 from services.gateway.api.tokens.generative_scores import read_generative_scores
@@ -82,7 +81,6 @@ BodyKind = Literal[
     "count_tokens",
     "count_tokens_cleared",
     "input_tokens",
-    "item_references",
     "messages_cleared",
     "ollama_chat",
     "ollama_generate",
@@ -142,8 +140,6 @@ def read_body(body: bytes, context: BodyContext) -> Any:
         case "input_tokens":
             stored = (context.history, context.referenced)
             return read_input_tokens(body, context.cards, context.limits, context.dialect_of, *stored)
-        case "item_references":
-            return read_item_references(body)
         case "count_tokens":
             return read_count_tokens(body, context.cards, context.limits)
         case "count_tokens_cleared":

@@ -11,6 +11,7 @@ import msgspec
 import openai
 import pytest
 
+from services.gateway import response_store
 from services.gateway.http.call import Call
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.tokenizer import ChatPrompt, Tokenize
@@ -70,7 +71,9 @@ async def test_a_response_is_found_again_and_goes_on_at_another_gateway(memory_b
         assert (newest.data[0].id, newest.has_more) == (items[-1].id, True)
 
 
-async def test_items_are_referred_to_by_their_ids(memory_bus: MemoryBus, tmp_path: Path) -> None:
+async def test_items_are_referred_to_by_their_ids(
+    memory_bus: MemoryBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings: Any = {"api_keys": ("key-1", "key-2"), "database_file": tmp_path / "database.sqlite"}
     async with gateway_stack(memory_bus, **settings) as stack:
         first = await create(stack, input="one")
@@ -78,7 +81,7 @@ async def test_items_are_referred_to_by_their_ids(memory_bus: MemoryBus, tmp_pat
         second = [event async for event in stream][-1].response
         items = [item.id async for item in stack.openai.responses.input_items.list(second.id, order="asc")]
         assert items[1] == first.output[0].id
-        asked: Any = [{"type": "item_reference", "id": items[0]}, {"id": second.output[0].id}]
+        asked: Any = [{"type": "item_reference", "id": items[0]}, {"type": None, "id": second.output[0].id}]
         counted = await stack.openai.responses.input_tokens.count(
             model=MODEL, input=[*asked, {"role": "user", "content": "x"}]
         )
@@ -97,6 +100,12 @@ async def test_items_are_referred_to_by_their_ids(memory_bus: MemoryBus, tmp_pat
             with pytest.raises(openai.NotFoundError, match="not found") as gone:
                 await refused
             assert gone.value.param == "input"
+        monkeypatch.setattr(response_store, "MAX_REFERENCED", 100)
+        with pytest.raises(openai.BadRequestError, match="more than 100 bytes"):
+            await create(stack, input=asked[1:])
+    async with gateway_stack(memory_bus) as stack:
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            await create(stack, input=asked)
 
 
 async def test_a_stored_response_has_an_id_of_its_own(stack: GatewayStack) -> None:

@@ -111,6 +111,8 @@ class Turns:
 def _read(item: Item, where: str, turns: Turns) -> None:
     if item.get("status") not in (None, *STATUSES):
         raise not_allowed(f"{where}.status", item["status"], f"one of {', '.join(STATUSES)} is")
+    if not isinstance(item.get("id"), str | None):
+        raise not_allowed(f"{where}.id", item["id"], "a text is")
     match item.get("type", "message"):
         case "message" | None:
             _read_message(item, where, turns)

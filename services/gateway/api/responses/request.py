@@ -26,7 +26,7 @@ from services.gateway.api.fields.metadata import check_metadata
 from services.gateway.api.fields.reasoning_effort import REASONING_EFFORTS
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
 from services.gateway.api.responses.input_items import Item, Turns, add_items, is_developers, is_unfinished, numbered
-from services.gateway.api.responses.item_references import resolved
+from services.gateway.api.responses.item_references import referred_ids, resolved
 from services.gateway.api.responses.tools import chat_tool_choice, chat_tools
 from services.gateway.api.structured_outputs import ResponseFormat, StructuredOutputs
 from services.gateway.parsing.output_dialect import OutputDialect
@@ -244,10 +244,11 @@ def read_responses(
     dialect_of: Callable[[ModelName], OutputDialect] | None,
     history: bytes | None = None,
     referenced: bytes | None = None,
-) -> ResponseRequest:
+) -> ResponseRequest | list[str]:
     """Reads and checks a body of `/v1/responses`; see `read_chat`. `history`: the items that it goes on from, a JSON
     array; None where it names no response that is stored. `referenced`: those that it refers to, a JSON object by their
-    ids. Raises RequestError."""
+    ids; None: they are not known yet, and of a body that refers to any only their ids are returned. Raises
+    RequestError."""
     fields = decode_body(body, _decoder)
     card = check_generates(choose_model(fields.model, cards))
     _check(fields)
@@ -256,9 +257,10 @@ def read_responses(
     if fields.previous_response_id is not None and history is None:
         raise unsupported("previous_response_id", "going on from a stored response where nothing is stored")
     earlier: list[Item] = [] if history is None else msgspec.json.decode(history)
-    if isinstance(fields.input, list):
-        known: dict[str, Item] = {} if referenced is None else msgspec.json.decode(referenced)
-        fields.input = resolved(fields.input, known, earlier)
+    if isinstance(fields.input, list) and (ids := referred_ids(fields.input)):
+        if referenced is None:
+            return ids
+        fields.input = resolved(fields.input, msgspec.json.decode(referenced), earlier)
     dialect = OutputDialect() if dialect_of is None else dialect_of(card.name)
     try:
         chat = _chat_fields(fields, earlier, dialect, limits.efforts)
@@ -280,14 +282,16 @@ def read_input_tokens(
     dialect_of: Callable[[ModelName], OutputDialect] | None,
     history: bytes | None = None,
     referenced: bytes | None = None,
-) -> GenerationRequest:
+) -> GenerationRequest | list[str]:
     """Reads a body of `/v1/responses/input_tokens`, which has of the fields of `/v1/responses` those that make the
-    prompt: a request with the prompt to be counted, which is not generated. Raises RequestError."""
+    prompt: a request with the prompt to be counted, which is not generated; or ids, as `read_responses`. Raises
+    RequestError."""
     given = decode_body(body, FIELDS)
     for name in given:
         if name not in _COUNTED:
             raise invalid(abbreviated(name)[1:-1], f"this field is not known; {', '.join(_COUNTED)} are")
-    return read_responses(body, cards, limits, dialect_of, history, referenced).generation
+    asked = read_responses(body, cards, limits, dialect_of, history, referenced)
+    return asked if isinstance(asked, list) else asked.generation
 
 
 def _check_conversation(fields: ResponsesFields, history: bytes | None) -> None:

@@ -11,12 +11,11 @@ from services.gateway.api.errors import RequestError, invalid, unsupported
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
 from services.gateway.api.responses.events import ResponseEvents
-from services.gateway.api.responses.item_references import may_refer
 from services.gateway.api.responses.request import ResponseRequest, continuation
 from services.gateway.http.access import AccessControl
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.stored.responses import follow_events
-from services.gateway.http.body_parser import BodyParser
+from services.gateway.http.body_parser import BodyKind, BodyParser
 from services.gateway.http.call import Call, ClientConnection
 from services.gateway.http.generation import GeneratingEndpoint, StreamSettings
 from services.gateway.http.streaming import EventWriter, event_frame
@@ -128,8 +127,7 @@ class ResponsesEndpoint(GeneratingEndpoint):
         """What the body asks for, and the body. Raises RequestError."""
         with self._table.arriving():
             body = await call.body()
-            stored_items = (await self._history(call, body), await self._referenced(call, body))
-            asked: ResponseRequest = await self._parser.read("responses", body, *stored_items)
+            asked: ResponseRequest = await self._parsed(call, "responses", body)
         if asked.store and self._store is None:
             raise unsupported("store", "true where nothing is stored")
         stored = self._store is not None and asked.store is not False
@@ -138,6 +136,15 @@ class ResponsesEndpoint(GeneratingEndpoint):
         if stored and asked.generation.request_id is not None:
             raise invalid("request_id", "only allowed where `store` is false: a stored response needs an id of its own")
         return replace(asked, store=stored, echoed=asked.echoed | {"store": stored}), body
+
+    async def _parsed(self, call: Call, kind: BodyKind, body: bytes) -> Any:
+        """What a body comes to with the stored items that it goes on from, and refers to. Raises RequestError."""
+        history = await self._history(call, body)
+        asked = await self._parser.read(kind, body, history, None if self._store is not None else b"{}")
+        if self._store is not None and isinstance(asked, list):
+            found = await self._store.referenced(asked, call.key.name, call.hold_answer)
+            asked = await self._parser.read(kind, body, history, found)
+        return asked
 
     async def _history(self, call: Call, body: bytes) -> bytes | None:
         """What a body goes on from, where it is stored. Raises RequestError."""
@@ -150,20 +157,12 @@ class ResponsesEndpoint(GeneratingEndpoint):
             return await self._store.conversation(found.conversation, call.key.name, call.hold_answer)
         return None
 
-    async def _referenced(self, call: Call, body: bytes) -> bytes | None:
-        """The stored items that a body refers to. Raises RequestError."""
-        if self._store is None or not may_refer(body):
-            return None
-        ids: list[str] = await self._parser.read("item_references", body)
-        return await self._store.referenced(ids, call.key.name, call.hold_answer) if ids else None
-
     async def input_tokens(self, call: Call) -> None:
         """`/v1/responses/input_tokens`: how many tokens the prompt has; of an image an encoder says it. Raises
         RequestError."""
         with self._table.arriving():
             body = await call.body()
-            stored_items = (await self._history(call, body), await self._referenced(call, body))
-            generation: GenerationRequest = await self._parser.read("input_tokens", body, *stored_items)
+            generation: GenerationRequest = await self._parsed(call, "input_tokens", body)
         call.record.model = generation.served_name
         generation = await self._table.images.filled(self._access.bound(generation, call.key))
         ids = await call.unless_left(self._table.tokenizer.prompt_ids(generation, generation.prompts[0]))

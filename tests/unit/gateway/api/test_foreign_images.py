@@ -13,7 +13,7 @@ from services.gateway.api.anthropic.request import read_count_tokens, read_messa
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.ollama.request import read_ollama_chat, read_ollama_generate
-from services.gateway.api.responses.request import read_responses
+from services.gateway.api.responses.request import ResponseRequest, read_responses
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.messages.model_card import ModelCard
 from shared.messages.tokenizer import ChatPrompt
@@ -34,7 +34,9 @@ def messages(*blocks: Any, card: ModelCard = CARD) -> GenerationRequest:
 
 def responses(*parts: Any, card: ModelCard = CARD) -> GenerationRequest:
     body = {"model": card.name, "input": [{"role": "user", "content": list(parts)}], "instructions": "s"}
-    return read_responses(msgspec.json.encode(body), [card], LIMITS, dialect_of).generation
+    asked = read_responses(msgspec.json.encode(body), [card], LIMITS, dialect_of)
+    assert isinstance(asked, ResponseRequest)
+    return asked.generation
 
 
 def ollama(text: str, *images: Any, card: ModelCard = CARD) -> GenerationRequest:

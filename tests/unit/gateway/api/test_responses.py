@@ -36,7 +36,9 @@ LOGPROBS = ["message.output_text.logprobs"]
 def read(dialect: OutputDialect = THINKS, **fields: Any) -> ResponseRequest:
     default = {"model": "m", "input": "hi"}
     body = {name: value for name, value in (default | fields).items() if value is not ...}
-    return read_responses(msgspec.json.encode(body), [CARD], RequestLimits(), lambda _: dialect)
+    asked = read_responses(msgspec.json.encode(body), [CARD], RequestLimits(), lambda _: dialect)
+    assert isinstance(asked, ResponseRequest)
+    return asked
 
 
 def prompt(generation: GenerationRequest) -> ChatPrompt:
@@ -143,6 +145,7 @@ def test_an_effort_is_what_the_operator_has_it_mean() -> None:
         body = {"model": "m", "input": "hi", "reasoning": {"effort": effort}}
         limits = RequestLimits(efforts={"xhigh": "max", "minimal": "none"})
         asked = read_responses(msgspec.json.encode(body), [CARD], limits, lambda _: dialect)
+        assert isinstance(asked, ResponseRequest)
         assert asked.echoed["reasoning"]["effort"] == effort
         return prompt(asked.generation).template_kwargs
 
@@ -237,6 +240,8 @@ def test_effort_is_what_the_chat_template_takes() -> None:
         ({"input": []}, "input", "at least one"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "developer"),
         ({"input": [{"type": "item_reference", "id": 5}]}, "input[0].id", "the id of a stored item is"),
+        ({"input": [{"type": "item_reference", "id": "x"}] * 1025}, "input", "1025 item references"),
+        ({"input": [{"role": "user", "content": "x", "id": {}}]}, "input[0].id", "a text is"),
         ({"input": [{"type": "mcp_call", "id": "x"}]}, "input[0].type", "mcp_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_file"),
         ({"input": [{"role": "user", "content": []}]}, "input[0].content", "input_text"),
