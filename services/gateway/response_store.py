@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +17,7 @@ from services.gateway.api.responses.item_references import MAX_REFERENCED, respo
 from services.gateway.api.responses.written_items import written_items
 from services.gateway.conversations.conversation_store import ConversationLimits, ConversationStore
 from services.gateway.database.oldest_first import OldestFirst, RecordLimits
-from services.gateway.database.records import CHUNK_BYTES, Database, DatabaseUnavailable, Record, RecordUnknown
+from services.gateway.database.records import CHUNK_BYTES, Database, DatabaseUnavailable, Hold, Record, RecordUnknown
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,6 @@ CONTINUED = ("completed", "incomplete")
 EVENTS = 2**20
 """Position of the first event among a record's contents; the items come before."""
 
-Hold = Callable[[int], Awaitable[None]]
-"""Waits for room for so many bytes; raises RequestError."""
 Response = dict[str, Any]
 Event = dict[str, Any]
 

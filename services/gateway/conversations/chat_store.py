@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from services.gateway.api.errors import RequestError, abbreviated, not_allowed
 from services.gateway.api.fields.stored_chat import ChatToStore
 from services.gateway.database.oldest_first import OldestFirst, RecordLimits
-from services.gateway.database.records import CHUNK_BYTES, Database, Record, RecordUnknown
+from services.gateway.database.records import CHUNK_BYTES, READ_BYTES, Database, Hold, Record, RecordUnknown
 
 CHATS = "chat"
 SIZES = 2**20
@@ -74,7 +74,8 @@ _sizes = msgspec.json.Decoder(list[int])
 
 
 class ChatStore:
-    """Reads and writes stored chats. Its operations raise DatabaseUnavailable."""
+    """Reads and writes stored chats. Its operations raise DatabaseUnavailable, and what `hold` does, which is asked for
+    room for what they are to read."""
 
     def __init__(self, database: Database, limits: ChatLimits, clock: Callable[[], float] = time.time) -> None:
         """`clock`: seconds since the epoch."""
@@ -106,15 +107,17 @@ class ChatStore:
             return  # deleted meanwhile
         await self._oldest_first.added(owner)
 
-    async def get(self, id: str, owner: str) -> Raw:
+    async def get(self, id: str, owner: str, hold: Hold) -> Raw:
         """Returns one of the owner's chats. Raises RequestError 404."""
         record, stored = await self._find(id, owner)
+        await hold(stored.answer_size)
         return await self._shown(record.id, stored)
 
-    async def set_metadata(self, id: str, owner: str, metadata: dict[str, str]) -> Raw:
+    async def set_metadata(self, id: str, owner: str, metadata: dict[str, str], hold: Hold) -> Raw:
         """Returns the chat with other metadata. Raises RequestError 404."""
         while True:
             record, stored = await self._find(id, owner)
+            await hold(stored.answer_size)
             changed = replace(stored, metadata=metadata)
             value = msgspec.json.encode(changed)
             size = record.size - len(record.value) + len(value)
@@ -127,7 +130,7 @@ class ChatStore:
         await self._database.delete(CHATS, id)
 
     async def page(
-        self, owner: str, wanted: ChatFilter, *, limit: int, after: str | None, newest_first: bool
+        self, owner: str, wanted: ChatFilter, hold: Hold, *, limit: int, after: str | None, newest_first: bool
     ) -> ChatPage:
         """Returns a page of the owner's chats. Raises RequestError 400 where there is none of the id `after`."""
         page, size, scanned = ChatPage([], [], more=False), 0, 0
@@ -137,6 +140,8 @@ class ChatStore:
                     CHATS, owner, limit=SCANNED_AT_ONCE, after=after, newest_first=newest_first
                 )
             except RecordUnknown:
+                if scanned:
+                    return page._replace(more=True)  # it was deleted meanwhile
                 raise not_allowed("after", after, "the id of a stored chat is") from None
             for record in records:
                 stored = _decoder.decode(record.value)
@@ -145,6 +150,7 @@ class ChatStore:
                 size += stored.answer_size
                 if len(page.ids) == limit or (page.ids and size > MAX_PAGE_BYTES):
                     return page._replace(more=True)
+                await hold(stored.answer_size)
                 try:
                     page.objects.append(await self._shown(record.id, stored))
                 except RequestError:
@@ -155,7 +161,9 @@ class ChatStore:
             after, scanned = records[-1].id, scanned + len(records)
         return page._replace(more=True)
 
-    async def messages(self, id: str, owner: str, *, limit: int, after: str | None, newest_first: bool) -> ChatPage:
+    async def messages(
+        self, id: str, owner: str, hold: Hold, *, limit: int, after: str | None, newest_first: bool
+    ) -> ChatPage:
         """Returns a page of what a chat was asked. Raises RequestError: 404 where the chat is not there, 400 where it
         has no message `after`."""
         record, stored = await self._find(id, owner)
@@ -179,6 +187,7 @@ class ChatStore:
             if shown and size > MAX_PAGE_BYTES:
                 break
             shown.append(i)
+        await hold(sum(sizes[i] for i in shown))
         objects = await self._parts(id, [(starts[i], starts[i + 1]) for i in shown])
         named = [
             Raw(b'{"id":"%b",%b' % (f"{id}-{i}".encode(), data[1:])) for i, data in zip(shown, objects, strict=True)
@@ -208,7 +217,8 @@ class ChatStore:
                 begin, read = kept, read[kept - begin :]
             while begin + len(read) < end:
                 position = (begin + len(read)) // CHUNK_BYTES
-                found = await self._database.chunks(CHATS, id, after=position - 1)
+                most = min(READ_BYTES, -(-end // CHUNK_BYTES) * CHUNK_BYTES - begin - len(read))
+                found = await self._database.chunks(CHATS, id, after=position - 1, max_bytes=most)
                 more = b"".join(data for place, data in found if place < SIZES)
                 if not more:
                     raise _unknown(id)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -26,6 +26,9 @@ MAX_LISTED = 1000
 """Records of a page at most."""
 MAX_EXPIRED = 100
 """Expired records that one `delete_expired` removes."""
+
+Hold = Callable[[int], Awaitable[None]]
+"""Waits for room for so many bytes that are to be read; raises RequestError."""
 
 
 class DatabaseUnavailable(Exception):

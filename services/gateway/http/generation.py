@@ -267,7 +267,8 @@ class GenerationEndpoint(GeneratingEndpoint):
         if self._overflow is not None and await self._overflow.ahead_of(call, self._kind, generation):
             return
         resumable = generation.stream is not None and generation.stream.resumable
-        generation = await self._filled(call, generation, releases_body=self._overflow is None and not resumable)
+        kept = self._overflow is not None or resumable or generation.stored is not None
+        generation = await self._filled(call, generation, releases_body=not kept)
         searches, details = None, list[PromptDetails]()
         if generation.beam_search is not None:
             searches = await call.unless_left(open_searches(table.tokenizer, generation))

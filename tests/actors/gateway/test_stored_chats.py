@@ -10,7 +10,9 @@ from typing import Any
 import openai
 import pytest
 
+from services.gateway.api.errors import RequestError
 from services.gateway.conversations import chat_store
+from services.gateway.http.call import Call
 from shared.bus.memory_bus import MemoryBus
 from tests.support.gateway.fake_services import MODEL, said
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
@@ -79,6 +81,31 @@ async def test_long_contents_are_read_part_by_part(stack: GatewayStack, monkeypa
     page = await messages.list(kept.id)
     assert (len(page.data), page.has_more) == (2, True)
     assert [each.content async for each in messages.list(kept.id)] == texts
+
+
+async def test_what_is_read_is_held_as_bodies_are(stack: GatewayStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of 16 MiB that many ask for at once would take all memory."""
+    kept, chats = await create(stack), stack.openai.chat.completions
+    held: list[int] = []
+    hold = Call.hold_answer
+
+    async def recorded(call: Call, size: int) -> None:
+        held.append(size)
+        await hold(call, size)
+
+    monkeypatch.setattr(Call, "hold_answer", recorded)
+    read = (chats.retrieve(kept.id), chats.update(kept.id, metadata={}), chats.list(), chats.messages.list(kept.id))
+    for each in read:
+        held.clear()
+        shown = (await each).to_json(indent=None)
+        assert 100 < sum(held) < 2 * len(shown)
+
+    async def full(call: Call, size: int) -> None:
+        raise RequestError(503, "no room")
+
+    monkeypatch.setattr(Call, "hold_answer", full)
+    with pytest.raises(openai.InternalServerError, match="no room"):
+        await chats.with_raw_response.list(timeout=5)
 
 
 async def test_chats_belong_to_their_key_and_the_oldest_go_first(

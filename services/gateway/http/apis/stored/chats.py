@@ -27,19 +27,23 @@ class StoredChatEndpoints:
             await _respond_page(call, ChatPage([], [], more=False))
             return
         page = await self._store.page(
-            call.key.name, asked.filter, limit=asked.limit, after=asked.after, newest_first=asked.newest_first
+            *(call.key.name, asked.filter, call.hold_answer),
+            limit=asked.limit,
+            after=asked.after,
+            newest_first=asked.newest_first,
         )
         await _respond_page(call, page)
 
     async def get(self, call: Call) -> None:
         """`GET /v1/chat/completions/{id}`. Raises RequestError."""
         store, id = self._named(call)
-        await call.respond_json(await store.get(id, call.key.name))
+        await call.respond_json(await store.get(id, call.key.name, call.hold_answer))
 
     async def update(self, call: Call) -> None:
         """`POST /v1/chat/completions/{id}`. Raises RequestError."""
         store, id = self._named(call)
-        await call.respond_json(await store.set_metadata(id, call.key.name, read_chat_update(await call.body())))
+        metadata = read_chat_update(await call.body())
+        await call.respond_json(await store.set_metadata(id, call.key.name, metadata, call.hold_answer))
 
     async def delete(self, call: Call) -> None:
         """`DELETE /v1/chat/completions/{id}`. Raises RequestError."""
@@ -51,7 +55,10 @@ class StoredChatEndpoints:
         """`GET /v1/chat/completions/{id}/messages`: what it was asked. Raises RequestError."""
         (store, id), asked = self._named(call), _ListQuery(call)
         page = await store.messages(
-            id, call.key.name, limit=asked.limit, after=asked.after, newest_first=asked.newest_first
+            *(id, call.key.name, call.hold_answer),
+            limit=asked.limit,
+            after=asked.after,
+            newest_first=asked.newest_first,
         )
         await _respond_page(call, page)
 
