@@ -200,7 +200,7 @@ class AccessControl:
             "duration": round(now - began, 4),
             "client": (call.scope.get("client") or [None])[0],
             "request": record.request,
-            "client_request": call.client_id,
+            "client_request": call.id,  # what the answer's headers, and Anthropic's errors, call it
             "trace": None if call.span is None else call.span.trace_id,
         }
         log.info("audit", extra={name: value for name, value in fields.items() if value is not None})

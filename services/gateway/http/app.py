@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.api.errors import RequestError
+from services.gateway.http.call import ApiShape
 from services.gateway.http.routes import ANTHROPIC, EndpointParts, all_routes, shape_of
 
 log = logging.getLogger(__name__)
@@ -58,10 +59,13 @@ async def _not_found(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         text += f"; served are {', '.join(_paths(request.app))}"
     shape = ANTHROPIC if "anthropic-version" in request.headers else shape_of(request.url.path)
-    refused = RequestError(error.status_code, text)
-    named = secrets.token_hex(16)
-    headers = dict(error.headers or {}) | {name.decode(): named for name in shape.id_headers}
-    return Response(shape.error_body(refused, named), refused.status, headers, "application/json")
+    return _refusal(shape, RequestError(error.status_code, text), secrets.token_hex(16), error.headers)
+
+
+def _refusal(shape: ApiShape, error: RequestError, named: str, headers: Mapping[str, str] | None = None) -> Response:
+    """`named`: what the request is called."""
+    ids = {name.decode(): named for name in shape.id_headers}
+    return Response(shape.error_body(error, named), error.status, {**(headers or {}), **ids}, "application/json")
 
 
 def _paths(app: Starlette) -> list[str]:
@@ -72,6 +76,6 @@ def _paths(app: Starlette) -> list[str]:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    log.error("bug in an endpoint", exc_info=error, extra={"path": request.url.path})
-    body = shape_of(request.url.path).error_body(RequestError(500, "internal error"), secrets.token_hex(16))
-    return Response(body, 500, None, "application/json")
+    named = secrets.token_hex(16)
+    log.error("bug in an endpoint", exc_info=error, extra={"path": request.url.path, "request": named})
+    return _refusal(shape_of(request.url.path), RequestError(500, "internal error"), named)

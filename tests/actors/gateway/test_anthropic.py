@@ -13,6 +13,7 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from services.gateway.batches.batch_run import BATCH_PRIORITY
+from services.gateway.http.apis.anthropic import MessagesEndpoint
 from shared.bus.memory_bus import MemoryBus
 from shared.ids import ModelName
 from shared.messages.dialects import Dialect
@@ -128,6 +129,17 @@ async def test_errors_are_those_that_the_sdk_knows(client: AsyncAnthropic) -> No
     assert (await client.models.retrieve(MODEL))._request_id is not None
     with pytest.raises(anthropic.BadRequestError, match="container"):
         await client.messages.create(model=MODEL, messages=HELLO, max_tokens=1, container="c")
+
+
+async def test_a_bug_is_found_in_the_log_by_what_the_error_calls_the_request(
+    client: AsyncAnthropic, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(MessagesEndpoint, "__call__", None)
+    with pytest.raises(anthropic.InternalServerError, match="internal error") as failed:
+        await client.with_options(max_retries=0).messages.create(model=MODEL, messages=HELLO, max_tokens=1)
+    [line] = [vars(record) for record in caplog.records if record.getMessage() == "bug in an endpoint"]
+    shown: Any = failed.value.body
+    assert line["request"] == shown["request_id"] == failed.value.request_id
 
 
 async def test_models_are_paged(memory_bus: MemoryBus) -> None:

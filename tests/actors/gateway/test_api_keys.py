@@ -173,7 +173,7 @@ async def test_each_request_leaves_a_line_without_any_text(
             pass
         with pytest.raises(openai.PermissionDeniedError):
             await chat(keys.client(stack, "stranger"))
-        with pytest.raises(openai.PermissionDeniedError):
+        with pytest.raises(openai.PermissionDeniedError) as refused:
             await chat(keys.client(stack, "reader"))
 
         def lines() -> list[Any]:
@@ -191,6 +191,7 @@ async def test_each_request_leaves_a_line_without_any_text(
         ("reader", 403, None, 0, 0),
     ]
     assert lines()[0]["request"] == answer.id
+    assert lines()[3]["client_request"] == refused.value.response.headers["x-request-id"]
     assert {line["endpoint"] for line in lines()} == {"/v1/chat/completions"}
     assert [line.get("model") for line in lines()] == [MODEL, MODEL, MODEL, None]
     assert [(line.get("param"), line.get("code")) for line in lines()[1:3]] == [
