@@ -119,7 +119,10 @@ async def test_chats_belong_to_their_key_and_the_oldest_go_first(
         assert [each.id async for each in chats.list()] == [second.id, third.id]
         stranger = stack.openai.with_options(api_key="key-2").chat.completions
         assert [each async for each in stranger.list()] == []
-        for refused in (chats.retrieve(first.id), stranger.retrieve(third.id), stranger.delete(third.id)):
+        for refused in (
+            *(chats.retrieve(first.id), stranger.retrieve(third.id), stranger.delete(third.id)),
+            *(stranger.update(third.id, metadata={"a": "b"}), stranger.messages.list(third.id)),
+        ):
             with pytest.raises(openai.NotFoundError, match="not found"):
                 await refused
         with pytest.raises(openai.BadRequestError, match="after"):
