@@ -36,9 +36,9 @@ KEY_EXTENSION = "baton.key"
 JSON = b"application/json"
 READ_BYTES = 256 * 2**10
 """Bytes that a connection may take in before its endpoint asks for more; as many are leased before each read."""
-
 MIN_RATE = 64 * 2**10
-"""Bytes per second at which a body that is read piece by piece must arrive, behind the first `timeout` seconds."""
+"""Bytes per second at which a body that is read piece by piece must arrive, and an answer that is held be read, behind
+the first `timeout` seconds."""
 SMALL_BODY = 64 * 2**10
 """Bodies up to this size may use the whole budget, larger ones `LARGE_SHARE` of it: requests of a usual size are read
 while large ones wait."""
@@ -54,9 +54,7 @@ SECOND_LOOK = 0.1
 """Seconds for what came while the gateway itself got no time."""
 RETRY_AFTER = 1.0
 """Seconds that a refused client is told to wait."""
-
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-
 LINGER_SECONDS = 5.0
 LINGER_BYTES = 256 * 2**20
 """How long, and how much of, a refused body is still read."""
@@ -258,12 +256,7 @@ class Call:
     """Owns one request and its response, as ASGI passes them between uvicorn and an endpoint."""
 
     def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        limits: BodyLimits,
-        shape: ApiShape = OPENAI,
+        self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits, shape: ApiShape = OPENAI
     ) -> None:
         self.scope, self._receive, self.send = scope, receive, send
         self._limits = limits
@@ -285,6 +278,7 @@ class Call:
         """Whether the body has been read to its end."""
         self._body: bytes | None = None
         self._released = False
+        self._answer_held = False
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         """By their lower-case names."""
         self.is_anthropic = b"anthropic-version" in self.headers
@@ -349,7 +343,7 @@ class Call:
     async def hold_answer(self, size: int) -> None:
         """Counts so many bytes of an answer as the body is counted, until the call ends; one that is larger than all
         that bodies may hold waits until it is alone. Raises RequestError 503 where there is no room in time."""
-        budget = self._limits.budget
+        budget, self._answer_held = self._limits.budget, True
         await budget.take(self._lease, min(self._lease.held + size, int(budget.limit * LARGE_SHARE)))
 
     def release_body(self) -> None:
@@ -429,8 +423,7 @@ class Call:
             self._body_read = True
             raise RequestError(400, "the client closed the connection within the body")
         self._body_read = not message.get("more_body", False)
-        part: bytes = message.get("body", b"")
-        return part
+        return message.get("body", b"")  # type: ignore[no-any-return]
 
     async def start(self, status: int, content_type: bytes, headers: Headers = ()) -> None:
         """Sends a response's status and headers."""
@@ -445,10 +438,17 @@ class Call:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def respond(self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Headers = ()) -> None:
-        """Sends a complete response."""
+        """Sends a complete response. One that is held is read by then, but for a little; who is too slow is aborted."""
         length = (b"content-length", str(len(body)).encode())
         await self.start(status, content_type, [length, *headers])
-        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+        waits = self._answer_held and len(body) > SMALL_BODY
+        await self.send({"type": "http.response.body", "body": body, "more_body": waits})
+        if waits:
+            try:
+                async with asyncio.timeout(self._limits.timeout + len(body) / MIN_RATE):
+                    await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+            except TimeoutError:
+                self.connection.abort()
 
     async def respond_json(self, value: Any, status: int = 200, headers: Headers = ()) -> None:
         """Sends a value as JSON."""
@@ -459,15 +459,15 @@ class Call:
         closes."""
         ERRORS.labels(str(error.status)).inc()
         self.record.param, self.record.code = error.param and error.param[:PARAM_SHOWN], error.code
-        headers: list[tuple[bytes, bytes]] = []
+        headers = list[tuple[bytes, bytes]]()
         if error.retry_after is not None:
             headers.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        if error.status not in (408, 413):
-            await self.respond(self._shape.error_body(error, self.id), error.status, JSON, headers)
-            return
         body = self._shape.error_body(error, self.id)
+        if error.status not in (408, 413):
+            await self.respond(body, error.status, JSON, headers)
+            return
         headers += [(b"connection", b"close"), (b"content-length", str(len(body)).encode())]
         await self.start(error.status, JSON, headers)
         await self.send({"type": "http.response.body", "body": body, "more_body": True})

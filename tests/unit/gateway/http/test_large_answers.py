@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -22,7 +22,7 @@ from services.gateway.api.response import (
 from services.gateway.api.responses import written_items
 from services.gateway.api.sglang.answer import answer
 from services.gateway.api.sglang.request import SglangAnswerOptions
-from services.gateway.http.call import LARGE_SHARE, BodyBudget, BodyLease, Call
+from services.gateway.http.call import EXTENSION, LARGE_SHARE, BodyBudget, BodyLease, BodyLimits, Call
 from services.gateway.metrics import ModelMeters
 from shared.ids import RequestId
 from shared.messages.gateway import LogprobText, PositionLogprobs
@@ -82,6 +82,35 @@ async def test_who_would_wait_for_each_other_is_refused_at_once() -> None:
     with pytest.raises(TimeoutError):  # who holds nothing is in nobody's way
         await asyncio.wait_for(budget.take(other, 300 * 2**10), 0.01)
     assert budget.used == first.held == 600 * 2**10
+
+
+async def test_an_answer_is_held_until_it_is_read_or_its_client_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.gateway.http.call.MIN_RATE", 2**60)
+    budget, sent, unread = BodyBudget(2**24, patience=0.01), list[Any](), asyncio.Event()
+
+    async def send(message: Any) -> None:
+        if sent and sent[-1].get("body"):
+            await unread.wait()  # as uvicorn does while the transport has more than its high-water mark
+        sent.append(message)
+
+    aborted = list[bool]()
+    connection = SimpleNamespace(abort=lambda: aborted.append(True))
+    scope = {"headers": [], "extensions": {EXTENSION: connection}}
+    for timeout, read in ((60.0, True), (0.01, False)):
+        sent.clear()
+        limits = BodyLimits(2**20, 2**20, timeout, timeout, budget)
+        call = Call(scope, cast(Any, None), send, limits)
+        await call.hold_answer(2**20)
+        answering = asyncio.ensure_future(call.respond(bytes(2**20)))
+        await asyncio.sleep(0)
+        assert not answering.done()
+        assert budget.used == 2**20
+        if read:
+            unread.set()
+        await answering
+        call.close()
+        assert (aborted, len(sent)) == (([], 3) if read else ([True], 2))
+        unread.clear()
 
 
 async def test_items_that_are_listed_are_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
