@@ -59,7 +59,7 @@ def mllama(raw: Mapping[str, Any]) -> Published:
     return Published(base, {"further_words": FURTHER_WORDS}, arranged=arranged)
 
 
-class _RawGraniteText(Struct, kw_only=True):
+class _RawGraniteBase(Struct, kw_only=True):
     num_hidden_layers: int = 32
     embedding_multiplier: float = 1.0
     logits_scaling: float = 1.0
@@ -81,12 +81,12 @@ class _RawGraniteText(Struct, kw_only=True):
 
 def granite_speech(raw: Mapping[str, Any]) -> Published:
     """Raises msgspec.ValidationError."""
-    return Published(dict(raw), converted(raw, _RawGraniteText).changes)
+    return Published(dict(raw), converted(raw, _RawGraniteBase).changes)
 
 
 def granite_vision(raw: Mapping[str, Any]) -> Published:
     """Raises ModelError, and msgspec.ValidationError."""
-    own, said = converted(raw, _RawGraniteText), {key: value for key, value in raw.items() if value is not None}
+    own, said = converted(raw, _RawGraniteBase), {key: value for key, value in raw.items() if value is not None}
     layers = own.level_layers
     if wrong := [each for each in layers if not 0 <= each < own.num_hidden_layers or layers.count(each) > 1]:
         raise ModelError(
