@@ -93,5 +93,5 @@ def granite_vision(raw: Mapping[str, Any]) -> Published:
             f"deepstack_layer_map and spatial_target_layers name layer {wrong[0]}: each of the "
             f"{own.num_hidden_layers} layers may be named once"
         )
-    levels = {"input_levels": len(layers), "level_layers": layers}
+    levels: dict[str, Any] = {"input_levels": len(layers), "level_layers": layers}
     return Published({**_GRANITE_DEFAULTS, **said}, own.changes | levels)
