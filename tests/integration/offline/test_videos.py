@@ -18,6 +18,8 @@ from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.models.tiny_videos import VideoReference, noise, shown_with_videos, video, video_part
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+WRITTEN = ("qwen2", "qwen3", "glm4v", "onevision", "gemma4")
+"""One of those whose prompts show videos alike: what it is, a prompt's own text does not change."""
 FLAT, ODD = video(noise(15)), video(noise(7, (40, 160), seed=1), 5, "webm", "libvpx")
 
 
@@ -59,8 +61,11 @@ def test_chats_with_videos_say_what_the_library_says(tmp_path: Path, kind: str) 
         messages = [[{"role": "user", "content": parts}] for parts, _, _ in chats]
         outputs = llm.chat(messages, GREEDY)
         for output, said, (_, images, videos) in zip(outputs, messages, chats, strict=True):
-            assert output.prompt_token_ids == reference.inputs(said, images, videos)["input_ids"][0].tolist()
-            assert output.outputs[0].token_ids == reference.greedy(said, images, videos, 12)
+            inputs, tokens = reference.inputs(said, images, videos), output.outputs[0].token_ids
+            assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
+            assert tokens == reference.greedy_of(inputs, 12, tokens)
+        if kind not in WRITTEN:
+            return
         text = model.processor.apply_chat_template(shown_with_videos(messages[0]), add_generation_prompt=True)
         (generated,) = llm.generate({"prompt": text, "multi_modal_data": {"video": FLAT}}, GREEDY)
         assert generated.outputs[0].token_ids == outputs[0].outputs[0].token_ids

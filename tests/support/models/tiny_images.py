@@ -52,6 +52,10 @@ _TEXT = {**TEXT, "max_position_embeddings": POSITIONS}
 _TOWER = tower(SIDE, PATCH, num_hidden_layers=3)
 
 
+_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
+"""What the library's processors say of each token."""
+
+
 class ImageModel(NamedTuple):
     """A model that was written to a folder, and the library's own of the same weights."""
 
@@ -168,6 +172,21 @@ def make_image_model(folder: Path, text: str = "llama", tower: str = "clip", see
     )
     processor.save_pretrained(folder)
     return ImageModel(folder, reference, processor)
+
+
+@torch.inference_mode()
+def logits_behind(reference: Any, inputs: Mapping[str, Any], output: list[int]) -> torch.Tensor:
+    """[tokens, words] those that each token of `output` is drawn from, behind the prompt of `inputs`."""
+    prompt, behind = inputs["input_ids"], torch.tensor([output[:-1]], dtype=torch.long)
+    more = {
+        name: torch.cat((inputs[name], inputs[name].new_zeros(behind.shape)), 1)
+        for name in _OF_TOKENS
+        if name in inputs
+    }
+    whole = {**inputs, **more, "input_ids": torch.cat((prompt, behind), 1)}
+    whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+    found: torch.Tensor = reference(**whole).logits[0, prompt.shape[1] - 1 :]
+    return found
 
 
 def picture(

@@ -10,6 +10,7 @@ import base64
 import io
 import re
 import struct
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +29,7 @@ from transformers.video_utils import VideoMetadata
 from services.gateway.videos.video_process import DecodedGroup, VideoShape, decode_video
 from shared.models.video_models import read_frame_size, read_video_model
 from tests.support.models.tiny_gemma4 import GemmaVideos
-from tests.support.models.tiny_images import ImageModel
+from tests.support.models.tiny_images import ImageModel, logits_behind
 from tests.support.models.tiny_qwen_vl import END, MERGED, PATCH, SIDE, START
 
 VIDEO_PAD = "<|video_pad|>"
@@ -155,10 +156,21 @@ class VideoReference:
         self._model, self._timed, self._second = model, not kind.startswith("qwen2"), kind == "qwen2.5"
         self._qwen, self._glm, self._gemma = (kind.startswith(each) for each in ("qwen", "glm", "gemma4"))
 
-    @torch.inference_mode()
     def greedy(self, messages: list[dict[str, Any]], images: list[bytes], videos: list[bytes], count: int) -> list[int]:
         """`count` tokens."""
-        inputs = self.inputs(messages, images, videos)
+        return self.greedy_of(self.inputs(messages, images, videos), count)
+
+    @torch.inference_mode()
+    def greedy_of(self, inputs: Mapping[str, Any], count: int, said: Sequence[int] = ()) -> list[int]:
+        """`count` tokens behind a prompt. `said`: what somebody holds them to be; one pass shows whether each is the
+        likeliest behind those before it, in a fraction of the time of `generate`. Marks of images and frames among them
+        would be read as such."""
+        found = list(said)
+        marks = self._model.processor.tokenizer.get_added_vocab().values()
+        if len(found) == count and set(found).isdisjoint(marks):
+            logits = logits_behind(self._model.reference, inputs, found)
+            if found == logits.argmax(-1).tolist():
+                return found
         settings = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None)
         output = self._model.reference.generate(**inputs, generation_config=settings)
         tokens: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()

@@ -10,11 +10,9 @@ import torch
 
 from shared.messages.generation import PromptEmbeds
 from tests.support.models.embedded_prompts import prompt_embeds
-from tests.support.models.tiny_images import ImageModel, image_part, shown, text_part
+from tests.support.models.tiny_images import ImageModel, image_part, logits_behind, shown, text_part
 from tests.support.worker.plan_driver import Driver, Sequence
 
-_KINDS = ("mm_token_type_ids", "token_type_ids")
-"""What the library's processors say of each token."""
 _BOTH_WAYS = "use_bidirectional_attention"
 
 
@@ -59,20 +57,9 @@ class ImageChat:
         )
         return [0 if each in tokens else each for each in ids], embeds
 
-    @torch.inference_mode()
     def logits(self, model: ImageModel, output: list[int]) -> torch.Tensor:
         """[tokens, words] those that each token of `output` is drawn from, by the library."""
-        inputs = model.ids_and_rows(self.messages, self.images)
-        prompt, behind = inputs["input_ids"], torch.tensor([output[:-1]], dtype=torch.long)
-        more = {
-            name: torch.cat((value, value.new_zeros(behind.shape)), 1)
-            for name, value in inputs.items()
-            if name in _KINDS
-        }
-        whole = {**inputs, **more, "input_ids": torch.cat((prompt, behind), 1)}
-        whole["attention_mask"] = torch.ones_like(whole["input_ids"])
-        found: torch.Tensor = model.reference(**whole).logits[0, prompt.shape[1] - 1 :]
-        return found
+        return logits_behind(model.reference, model.ids_and_rows(self.messages, self.images), output)
 
     def expected(self, model: ImageModel, output: int, said: list[int] | None = None) -> list[int]:
         """What the library generates of it. `said`: what somebody holds that to be; one pass shows whether each token
