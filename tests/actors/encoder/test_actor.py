@@ -279,7 +279,7 @@ async def test_what_cannot_be_an_image_is_refused(
             "5000 times 4000 pixels are not allowed; 16777216 in all are"
         )
         assert "one side may be 64 times the other" in await encoder.why(png_of_size(6500, 100))
-        assert await encoder.why(picture(0)[:200]) == "the image is broken: image file is truncated"
+        assert (await encoder.why(picture(0)[:200])).startswith("the image is broken: ")
         monkeypatch.setattr(actor_module, "MAX_PENDING", 0)
         full = await encoder.ask(picture(0))
         assert isinstance(full, EncoderRefusal)

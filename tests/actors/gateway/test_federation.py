@@ -222,8 +222,8 @@ async def test_a_switch_that_cannot_be_is_refused() -> None:
     async with federated("eu", "us") as (eu, us):
         for body, code, words in (
             ({"cluster": "asia"}, 404, "none of eu, us"),
-            ({"cluster": 7}, 400, "Expected `str`"),
-            ({"cluster": "us", "more": 1}, 400, "unknown field"),
+            ({"cluster": 7}, 400, "cluster"),
+            ({"cluster": "us", "more": 1}, 400, "more"),
         ):
             with pytest.raises(EndpointError, match=words) as refused:
                 await eu.stack.gateway.bus.request_raw(f"{CLUSTERS_ADMIN}.drain", msgspec.json.encode(body), 60)

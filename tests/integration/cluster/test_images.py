@@ -156,7 +156,7 @@ async def test_images_that_are_forgotten_are_encoded_anew(
 async def test_what_is_no_image_is_a_400_and_nobody_dies(client: AsyncOpenAI, stack: RunningStack) -> None:
     pids = {name: stack.pid(name) for name in ("encoder-1", "gateway-1", "engine-1-rank0")}
     for image, why in (
-        (A[:150], "the image is broken: image file is truncated"),
+        (A[:150], "the image is broken: "),
         (b"GIF89a", "not an image; PNG, JPEG, WEBP, GIF are allowed"),
         (picture(0, kind="BMP"), "not an image"),
         (png_of_size(50_000, 50_000), "more than 16777216 pixels are not allowed"),

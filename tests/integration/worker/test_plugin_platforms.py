@@ -122,7 +122,7 @@ def test_its_memory_is_what_there_is(model: TinyModel, monkeypatch: pytest.Monke
         ({"device": "gone"}, "device = gone: its driver is not loaded"),
         ({"device": "broken"}, r"device = broken: RuntimeError\('a bug'\)"),
         ({"device": "grasping"}, "device = grasping: the platform may not change world_size"),
-        ({"device": "careless"}, r"device = careless: Invalid enum value 'float64' - at `\$.dtype`"),
+        ({"device": "careless"}, r"device = careless: .*dtype"),
         ({"device": "unusable"}, "^unusable cannot be used: out of memory$"),
         ({"device": "nothing"}, r"others 1.0 \(nothing = others:Nothing\): a subclass of Platform is expected"),
     ],

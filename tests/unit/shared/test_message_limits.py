@@ -26,7 +26,7 @@ def golden(type_: type) -> Any:
 @pytest.mark.parametrize("name", ["", "a b", "a.b", "*", ">", "a\n", "é", "x" * 65])
 def test_a_name_that_is_no_part_of_a_subject_is_refused(name: str) -> None:
     for message in (KvDumpRequest(InstanceId(name)), replace(golden(TokenBatch), engine=EngineId(name))):
-        with pytest.raises(Undecodable, match="matching regex"):
+        with pytest.raises(Undecodable):
             decode(encode(message), type(message))
 
 

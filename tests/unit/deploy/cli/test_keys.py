@@ -46,7 +46,7 @@ def test_a_new_key_is_printed_once_and_works_at_once(tmp_path: Path) -> None:
         (("new", "alice"), "there is a key of this name already"),
         (("new", "a/b"), "is no name of a key"),
         (("new",), "a name is expected"),
-        (("new", "bob", "--scope", "root"), "Invalid enum value 'root'.*; allowed are inference, read-only, admin"),
+        (("new", "bob", "--scope", "root"), "'root'.*; allowed are inference, read-only, admin"),
         (("new", "bob", "--priority-ceiling", "3000000000"), "priority_ceiling"),
     ],
 )

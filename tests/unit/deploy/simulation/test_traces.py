@@ -66,9 +66,9 @@ def test_a_trace_is_simulated_and_finds_its_shared_blocks(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        (MOONCAKE + "{}\n", "line 4: Object missing required field `timestamp`"),
+        (MOONCAKE + "{}\n", "line 4: .*timestamp"),
         (MOONCAKE.replace("[0, 1, 2]", "[0, 1]"), "line 1: 2 hash_ids for 1300 tokens, not 3"),
-        (MOONCAKE.replace("3000", "-1"), "line 2: Expected `float` >= 0.0"),
+        (MOONCAKE.replace("3000", "-1"), "line 2: .*timestamp"),
         (MOONCAKE.replace("3000", "7000"), "request 3 comes before"),
         (AZURE.replace("ContextTokens", "Context"), "line 1: no column ContextTokens"),
         (AZURE.replace("318", "many"), "line 3: invalid literal"),

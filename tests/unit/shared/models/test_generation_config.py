@@ -28,9 +28,9 @@ def test_a_checkpoints_own_are_taken_but_where_the_operator_says_otherwise(tmp_p
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"temperature": -1}', r"generation_config.json: .* >= 0.* `\$.temperature`"),
+        ('{"temperature": -1}', "generation_config.json: .*temperature"),
         ('{"top_k": "many"}', r"top_k"),
-        ("[]", "generation_config.json: Expected `object`"),
+        ("[]", "generation_config.json: "),
     ],
 )
 def test_a_file_that_says_nonsense_is_refused_by_name(text: str, complaint: str, tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(LoraRegistryError, match="it has 256 adapters, as many as are allowed"):
         registry.add(ModelName("one more"), "/a")
     for text, complaint in (
-        ("{", "truncated"),
-        ('{"lora": {}}', "unknown field `lora`"),
-        ('{"loras": {"a": 3}}', r"Expected `str`, got `int` - at `\$.loras\[...\]`"),
+        ("{", r"loras\.json"),
+        ('{"lora": {}}', r"\blora\b"),
+        ('{"loras": {"a": 3}}', r"\.loras"),
         (msgspec.json.encode({"loras": {**full, "x": "/a"}}).decode(), "257 adapters; at most 256"),
     ):
         registry.path.write_text(text)

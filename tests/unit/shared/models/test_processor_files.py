@@ -72,7 +72,7 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^preprocessor_config.json: "):
         read_processor(tmp_path, "image_processor", Marked)
     write(tmp_path, "processor_config.json", {"image_processor": {"mark": "one"}})
-    with pytest.raises(ValueError, match=r"^processor_config.json: image_processor: Expected `int`"):
+    with pytest.raises(ValueError, match=r"^processor_config.json: image_processor: .*mark"):
         read_processor(tmp_path, "image_processor", Marked)
     assert known_processor(tmp_path, "image_processor", Marked) is None
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import KimiLinearConfig
 
 from services.worker.backend import BackendError
-from services.worker.models.config import DeltaConfig, LatentConfig, Mixture
+from services.worker.models.config import DeltaConfig, LatentConfig, Mixture, ModelError
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.sim.shape import read_shape
 from tests.support.models.config_files import active_parameters, assert_refused, read
@@ -161,10 +161,6 @@ def test_groups_of_experts_count_where_they_are_used(tmp_path: Path) -> None:
             "linear_attn_config: layer 8 is in neither kda_layers nor full_attn_layers; it must be in one of the two",
         ),
         (
-            {"linear_attn_config": {"head_dim": "128"}},
-            "Expected `int | null`, got `str` - at `$.linear_attn_config.head_dim`",
-        ),
-        (
             {"layer_types": ["kda"] * 27},
             "layer_types 'kda' is not supported; supported: linear_attention, full_attention",
         ),
@@ -185,3 +181,8 @@ def test_groups_of_experts_count_where_they_are_used(tmp_path: Path) -> None:
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
     assert_refused(tmp_path, KIMI_LINEAR_48B, changes, complaint)
+
+
+def test_what_is_of_another_type_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: .*linear_attn_config\.head_dim"):
+        read(tmp_path, KIMI_LINEAR_48B, linear_attn_config={"head_dim": "128"})

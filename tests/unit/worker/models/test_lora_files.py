@@ -63,7 +63,7 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
         ("alpha_pattern", {"q_proj": 4}, "alpha_pattern = "),
         ("layer_replication", [[0, 2]], "layer_replication = "),
         ("trainable_token_indices", [3], "trainable_token_indices = "),
-        ("lora_alpha", "much", r"adapter_config.json: Expected `float`"),
+        ("lora_alpha", "much", r"adapter_config.json: .*lora_alpha"),
     ],
 )
 def test_a_configuration_that_is_computed_otherwise_is_refused(
@@ -86,7 +86,7 @@ def test_files_that_are_missing_or_broken(model: TinyModel, config: ModelConfig,
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors"):
         read(tmp_path, config)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
-    with pytest.raises(ModelError, match="missing required field `r`"):
+    with pytest.raises(ModelError, match=r"adapter_config.json: .*\br\b"):
         read(tmp_path, config)
 
 

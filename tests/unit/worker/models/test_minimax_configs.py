@@ -130,8 +130,8 @@ def test_a_rank_has_the_values_keys_and_queries_of_its_heads() -> None:
         ({"num_local_experts": 0}, "num_local_experts 0 is not positive"),
         ({"head_dim": 0}, "head_dim 0 is not positive"),
         ({"sliding_window": 0}, "sliding_window 0 is not positive"),
-        ({"postnorm": "yes"}, r"Expected `bool | null`, got `str` - at `$.postnorm`"),
-        ({"layernorm_mlp_alpha": "1"}, r"Expected `float | null`, got `str` - at `$.layernorm_mlp_alpha`"),
+        ({"postnorm": "yes"}, "postnorm"),
+        ({"layernorm_mlp_alpha": "1"}, "layernorm_mlp_alpha"),
     ],
 )
 def test_what_makes_no_model_is_refused(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:

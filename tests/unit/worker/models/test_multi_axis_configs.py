@@ -279,7 +279,7 @@ _LEFT_OUT = (
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         ({"rope_scaling": "mrope"}, "rope_scaling 'mrope' is not supported; an object of a rotation's parameters is"),
         ({"rope_scaling": {"mrope_section": []}}, r"mrope_section \[\] is not supported"),
-        ({"vision_config": [1]}, r"Expected `object \| null`, got `array` - at `\$.vision_config`"),
+        ({"vision_config": [1]}, "vision_config"),
     ],
 )
 def test_what_glm_does_not_have_is_refused(tmp_path: Path, changes: dict[str, Any], why: str) -> None:

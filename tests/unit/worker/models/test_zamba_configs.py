@@ -132,7 +132,7 @@ def test_positions_are_rotated_where_it_says_so(tmp_path: Path) -> None:
         ({"layers_block_type": ["hybrid"] * 3}, "layers_block_type names 3 layers, num_hidden_layers 20"),
         ({"layers_block_type": ["moe"] * 20}, "layers_block_type 'moe' is not supported; supported: mamba"),
         ({"layers_block_type": None}, "layers_block_type is missing, which says what each of 20 layers is"),
-        ({"hidden_size": "2560"}, "Expected `int`, got `str` - at `$.hidden_size`"),
+        ({"hidden_size": "2560"}, ".hidden_size"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),
     ],
     ids=str,

@@ -141,7 +141,7 @@ def test_what_cannot_be_simulated_is_refused(model: Path, kv: int | None, length
 
 def test_a_broken_config_is_refused_with_its_path(model: Path) -> None:
     (model / "config.json").write_text("{}")
-    with pytest.raises(BackendError, match=r"config.json.*required field"):
+    with pytest.raises(BackendError, match=r"config\.json"):
         read_shape(model, "auto")
 
 
