@@ -10,8 +10,8 @@ import sys
 
 
 def log_to_own_errors() -> None:
-    """Has output, errors and all loggers write to descriptors 1 and 2; pytest's handlers, one of which writes to a file,
-    are taken away."""
+    """Has output, errors and all loggers write to descriptors 1 and 2; pytest's handlers, one of which writes to a
+    file, are taken away."""
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in list(getattr(logger, "handlers", ())):  # of names without a logger there are none
