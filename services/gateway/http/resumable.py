@@ -77,15 +77,14 @@ class ResumableWriter(StreamWriter):
 
     def frames(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
         """Returns the events of new output, each with its id."""
+        begins = not choice.started and choice.message is not None
         events = super().frames(choice, delta)
-        if not events:
-            return events
         identified: list[bytes] = []
-        for event in events[:-1]:  # the role
-            self._sent[choice.index] = NOTHING
+        for number, event in enumerate(events, start=1):
+            role = number < len(events) or (begins and number == 1)
+            self._sent[choice.index] = NOTHING if role else self._given[choice.index]
             identified.append(self._id() + event)
-        self._sent[choice.index] = self._given[choice.index]
-        return [*identified, self._id() + events[-1]]
+        return identified
 
     def last_frames(self, choices: list[ChoiceState]) -> list[bytes]:
         """Returns the usage, unless the client has it, and the end."""

@@ -148,6 +148,8 @@ class EventWriter(ResponseWriter):
 
     keep_alive_frame = KEEP_ALIVE
     """What shows that the connection lives."""
+    each_token = False
+    """Whether tokens without text have events, too: half a character, or perhaps the start of a stop string."""
 
     def __init__(self, connection: ClientConnection, *, keep_alive: float, unread_limit: int, now: float) -> None:
         self._connection = connection
@@ -160,8 +162,8 @@ class EventWriter(ResponseWriter):
 
     def write(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
         """Writes new output. Returns False where the client reads too slowly."""
-        if not delta.text and delta.finish is None:
-            return True  # half a character, or perhaps the start of a stop string
+        if not delta.text and delta.finish is None and not (self.each_token and delta.tokens):
+            return True
         if not (frames := self.frames(choice, delta)):
             return True  # perhaps the start of a marker
         self._write(frames[0] if len(frames) == 1 else b"".join(frames))
@@ -220,8 +222,13 @@ class EventWriter(ResponseWriter):
 
 
 class StreamWriter(EventWriter):
-    """Writes the stream of a chat or a completion, as OpenAI's API has it."""
+    """Writes the stream of a chat or a completion, as OpenAI's API has it.
 
+    As vLLM's, it has an event for a token that makes no text yet: when a request's first token came, and how long the
+    others took, is what clients measure by events. Of a chat that is parsed the first token has one, the role.
+    """
+
+    each_token = True
     with_ids = False
     """Whether events have ids."""
 
@@ -241,8 +248,8 @@ class StreamWriter(EventWriter):
 
     def write(self, choice: ChoiceState, delta: Delta, now: float) -> bool:
         """Writes new output. Returns False where the client reads too slowly."""
-        if (text := delta.text) and choice.started and choice.message is None and not delta.logprobs and self._plain:
-            self._write(self._frames.text(choice, text))  # nearly all tokens: the same as below, by fewer calls
+        if delta.text and choice.started and choice.message is None and not delta.logprobs and self._plain:
+            self._write(self._frames.text(choice, delta.text))  # nearly all: the same as below, by fewer calls
             self._written_at = now
             return self._connection.unread() <= self._unread_limit
         if delta.logprobs:
@@ -255,9 +262,10 @@ class StreamWriter(EventWriter):
         """Returns the events of new output: the role before the first, none where nothing is decided yet."""
         if choice.message is not None:
             parsed = choice.message.feed(delta.text, delta.finish)
-            if not parsed and delta.finish is None:
-                return []
             role = b"" if choice.started else self._frames.role(choice)
+            if not parsed and delta.finish is None:
+                choice.started = True
+                return [role] if role else []
             frame = self._frames.delta(choice, parsed)
         elif choice.started:
             return [self._frames.text(choice, delta.text)]

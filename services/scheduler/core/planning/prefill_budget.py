@@ -123,6 +123,10 @@ class StepTimeEstimator:
         best = max(point.tokens / point.seconds for point in points)
         return next(p.tokens for p in points if p.tokens / p.seconds >= share * best)
 
+    def is_largest(self, tokens: float) -> bool:
+        """Whether no larger step was measured."""
+        return tokens >= max((size.tokens for size in self._sizes.values()), default=0.0)
+
     def _points(self) -> list[_Point]:
         """By tokens, rising. A size that seems slower than smaller steps in a row would be was interrupted, or met a
         compiler; one that seems quicker than a smaller one was measured at another time."""
@@ -190,11 +194,14 @@ class PrefillBudget:
 
         Of W waiting tokens in chunks of P, beside decodes and a fixed cost that are worth D tokens, a prompt is whole
         after (W / P + 1) / 2 steps of P + D on the average: least where P is the root of W * D. Below what is efficient
-        the cost is not fixed: devices that are bound by their weights compute fewer tokens in the same time.
+        the cost is not fixed: devices that are bound by their weights compute fewer tokens in the same time. Where the
+        largest measured step is the only efficient one, a larger may be more so, and the next size is tried.
         """
         efficient = self.estimator.efficient_tokens(PREFILL_SHARE)
         if efficient is None:
             return inf
+        if self.estimator.is_largest(efficient):
+            efficient *= 2 ** (1 / SIZES_PER_OCTAVE)
         fixed = efficient * (1 / PREFILL_SHARE - 1)
         return max(efficient - planned, sqrt(waiting * (planned + fixed)))
 

@@ -6,15 +6,18 @@ import asyncio
 import json
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from services.gateway.api.chat import AssistantMessage
 from services.gateway.api.event_ids import EventId
 from services.gateway.api.generation import ResponseOptions, StreamOptions
 from services.gateway.api.response import ChoiceState, GenerationResponse, ResponseHeader
 from services.gateway.http.resumable import ResumableWriter
 from services.gateway.http.streaming import SseFrames
 from services.gateway.metrics import ModelMeters
+from services.gateway.parsing.output_dialect import OutputDialect
+from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import Attempt, RequestId
 from shared.messages.gateway import Delta, LogprobText, PositionLogprobs
 
@@ -61,18 +64,19 @@ def delta(position: int, texts: list[str], finish: bool = False) -> Delta:
     return Delta(REQUEST, Attempt(1), position, tokens, "".join(texts), "stop" if finish else None, None, logprobs)
 
 
-def sent(last: EventId, deltas: list[Delta], chat: bool) -> list[tuple[str | None, Any]]:
-    """What a client gets that comes back after `last`, of these deltas."""
+def sent(last: EventId, deltas: list[Delta], chat: bool, tools: bool) -> list[tuple[str | None, Any]]:
+    """What a client gets that comes back after `last`, of these deltas. `tools`: calls are looked for."""
     asyncio.set_event_loop(loop := asyncio.new_event_loop())
     try:
-        return loop.run_until_complete(_sent(last, deltas, chat))
+        return loop.run_until_complete(_sent(last, deltas, chat, tools))
     finally:
         asyncio.set_event_loop(None)
         loop.close()
 
 
-async def _sent(last: EventId, deltas: list[Delta], chat: bool) -> list[tuple[str | None, Any]]:
+async def _sent(last: EventId, deltas: list[Delta], chat: bool, tools: bool) -> list[tuple[str | None, Any]]:
     client, choice = Client(), ChoiceState(0, 0, echo="" if chat else "echo ")
+    choice.message = AssistantMessage(ParserOptions(OutputDialect("hermes"))) if chat and tools else None
     header = ResponseHeader("chat" if chat else "completion", STREAM, 17, "demo")
     options = StreamOptions(include_usage=True, continuous_usage=False, resumable=True)
     writer = ResumableWriter(
@@ -124,19 +128,20 @@ def grouped(texts: list[str], sizes: list[int]) -> list[Delta]:
 
 
 SIZES = st.lists(st.integers(1, 4), max_size=12)
-TEXTS = st.lists(st.sampled_from(["", "a", "é", " 🎉", '"\n', "word"]), min_size=1, max_size=12)
+TEXTS = st.lists(st.sampled_from(["", "a", "é", "🎉", '"', "word", "<tool"]), min_size=1, max_size=12)
 
 
-@given(TEXTS, SIZES, SIZES, st.integers(0, 30), st.booleans())
+@given(TEXTS, SIZES, SIZES, st.integers(0, 30), st.booleans(), st.booleans())
+@example(["", "a"], [1], [1], 1, True, True)  # cut off behind the role, which came with a token without text
 def test_a_client_has_everything_once(
-    texts: list[str], first: list[int], second: list[int], read: int, chat: bool
+    texts: list[str], first: list[int], second: list[int], read: int, chat: bool, tools: bool
 ) -> None:
     new = EventId(STREAM, (None,))
-    whole = sent(new, grouped(texts, first), chat)
+    whole = sent(new, grouped(texts, first), chat, tools)
     identified = [event for event in whole if event[0] is not None]
     had = identified[: read % (len(identified) + 1)]
     last = EventId.read(had[-1][0].encode()) if had and had[-1][0] else new
-    rest = sent(last, grouped(texts, second), chat)
+    rest = sent(last, grouped(texts, second), chat, tools)
     expected, found = summary(whole, chat), summary(had + rest, chat)
     assert found == expected
     assert found["text"] == ("" if chat else "echo ") + "".join(texts)

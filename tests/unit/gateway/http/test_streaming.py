@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.gateway.api.chat import AssistantMessage
 from services.gateway.api.encoding import lazy_json
 from services.gateway.api.encoding.lazy_json import JsonSlices, LazyEncoder, packed_slices
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import ResponseOptions, StreamOptions
 from services.gateway.api.logprobs import MIN_LOGPROB, chat_logprobs, completion_logprobs
 from services.gateway.api.response import ChoiceState, ResponseHeader, response_body, usage
-from services.gateway.http.streaming import SseFrames, error_frame
+from services.gateway.http.streaming import SseFrames, StreamWriter, error_frame
 from services.gateway.metrics import Histogram
+from services.gateway.parsing.output_dialect import OutputDialect
+from services.gateway.parsing.output_parser import ParserOptions
 from services.gateway.tokenizer_client import UNPACKED_BYTES, unpack_in_turns
-from shared.messages.gateway import LogprobText, PositionLogprobs
+from shared.ids import Attempt, RequestId
+from shared.messages.gateway import Delta, LogprobText, PositionLogprobs
 from shared.packing import TOKEN_BYTES, pack
 
 CHAT = ResponseHeader("chat", "chatcmpl-1", 17, 'a "model"/é')
@@ -82,6 +87,36 @@ def test_the_role_comes_first_in_chats_only() -> None:
     chunk = parsed(SseFrames(CHAT, PLAIN, 1, asked).role(ChoiceState(0, 0, prompt_text="<s>hi")))
     assert (chunk["choices"][0]["delta"]["role"], chunk["prompt_text"]) == ("critic", "<s>hi")
     assert SseFrames(COMPLETION, PLAIN, 1).role(ChoiceState(0, 0)) == b""
+
+
+async def written(header: ResponseHeader, choice: ChoiceState, texts: list[str]) -> list[Any]:
+    """The one choice of each event of a stream whose tokens make these texts."""
+    client = Mock(unread=Mock(return_value=0))
+    writer = StreamWriter(
+        SseFrames(header, PLAIN, 1), client, include_usage=False, keep_alive=60, unread_limit=2**20, now=0.0
+    )
+    writer.start()
+    for position, text in enumerate(texts):
+        assert writer.write(choice, Delta(RequestId("r"), Attempt(1), position, (7,), text), 0.0)
+    data = b"".join(call.args[0] for call in client.write_chunk.mock_calls)
+    return [parsed(event + b"\n\n")["choices"][0] for event in data.split(b"\n\n")[:-1]]
+
+
+async def test_a_token_that_makes_no_text_yet_has_an_event() -> None:
+    """Clients measure the time to the first token, and between tokens, by events."""
+    texts = ["", "", "é", "", "a"]
+    assert [each["text"] for each in await written(COMPLETION, ChoiceState(0, 0), texts)] == texts
+    role, *rest = await written(CHAT, ChoiceState(0, 0), texts)
+    assert role["delta"]["role"] == "assistant"
+    assert [each["delta"] for each in rest] == [{"content": text} for text in texts]
+
+
+async def test_of_a_parsed_chat_the_role_says_that_the_first_token_is_there() -> None:
+    choice = ChoiceState(0, 0, message=AssistantMessage(ParserOptions(OutputDialect("hermes"))))
+    [role] = await written(CHAT, choice, ["", "<tool", "_"])
+    assert role["delta"] == {"role": "assistant", "content": ""}
+    [only] = await written(CHAT, choice, ["", "of"])
+    assert only["delta"] == {"content": "<tool_of"}
 
 
 @pytest.mark.parametrize("heading", [CHAT, COMPLETION])

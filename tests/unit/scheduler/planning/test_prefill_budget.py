@@ -164,6 +164,24 @@ def test_prompts_of_a_burst_are_computed_one_after_the_other_as_far_as_that_give
     assert chosen < 1.1 * best
 
 
+def test_bursts_of_short_prompts_find_out_what_is_efficient() -> None:
+    """Where no step was larger than one of these prompts, nothing is known of the sizes that several make."""
+    prefill = PrefillBudget(None, 0.25)
+    prefill.estimator = measured(16, 64, 128)
+
+    def chunk(planned: int, left: int) -> int:
+        room = prefill.chunk(planned, 2048, left, 128)
+        tokens = planned + min(room, left)
+        prefill.record(tokens, device(tokens), prefills=True)
+        return room
+
+    for _ in range(3):
+        mean, last = mean_first_token(16, 128, 0, chunk)
+    best, whole = mean_first_token(16, 128, 0, lambda planned, left: 384)
+    assert mean < 1.05 * best
+    assert last < 1.05 * whole
+
+
 def test_a_prompt_alone_is_computed_in_as_few_steps_as_before() -> None:
     prefill = PrefillBudget(None, 0.25)
     prefill.estimator = measured(64, 128, 256, 512, 1024, 2048)
