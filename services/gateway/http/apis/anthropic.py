@@ -26,6 +26,7 @@ class MessagesWriter(EventWriter):
     """Writes a message as a stream of blocks."""
 
     keep_alive_frame = b'event: ping\ndata: {"type":"ping"}\n\n'
+    each_token = True
 
     def __init__(
         self,
@@ -43,13 +44,11 @@ class MessagesWriter(EventWriter):
         self._request_id = call.id
 
     def frames(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
-        """Returns the events of new output: the message's start before the first, none where nothing is decided yet."""
+        """Returns the events of new output: the start with the first token, none where nothing is decided yet."""
         blocks = choice.message
         assert isinstance(blocks, MessageBlocks)
-        events = [event_frame(each) for each in blocks.feed(delta.text, delta.finish)]
-        if events and not choice.started:
-            events.insert(0, self._start(choice))
-        return events
+        start = [] if choice.started else [self._start(choice)]
+        return start + [event_frame(each) for each in blocks.feed(delta.text, delta.finish)]
 
     def last_frames(self, choices: list[ChoiceState]) -> list[bytes]:
         """Returns why it ended and what it took, and the end."""

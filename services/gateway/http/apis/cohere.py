@@ -19,6 +19,8 @@ from shared.messages.gateway import Delta
 class CohereWriter(EventWriter):
     """Writes an answer as a stream of parts and calls."""
 
+    each_token = True
+
     def __init__(self, header: ResponseHeader, connection: ClientConnection, settings: StreamSettings) -> None:
         super().__init__(
             connection, keep_alive=settings.keep_alive, unread_limit=settings.unread_limit, now=time.monotonic()
@@ -31,14 +33,13 @@ class CohereWriter(EventWriter):
         return super().write(choice, delta, now)
 
     def frames(self, choice: ChoiceState, delta: Delta) -> list[bytes]:
-        """Returns the events of new output: the start before the first, none where nothing is decided yet."""
+        """Returns the events of new output: the start with the first token, none where nothing is decided yet."""
         assert choice.message is not None
         events: list[dict[str, Any]] = choice.message.feed(delta.text, delta.finish)
         text = next((event for event in events if event["type"] == "content-delta"), None)
         if text is not None and choice.logprobs:
             text["logprobs"], choice.logprobs = logprob_item(choice.logprobs), []
-        frames = list(map(event_frame, events))
-        return [*self._start(choice), *frames] if frames else []
+        return [*self._start(choice), *map(event_frame, events)]
 
     def last_frames(self, choices: list[ChoiceState]) -> list[bytes]:
         """Returns why it ended and what it took."""
