@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import json
+from typing import Any, NamedTuple, Protocol
 
 from services.gateway.parsing.text_cursor import Reading, TextCursor
 
@@ -39,6 +40,15 @@ class ToolCallEnd(NamedTuple):
 
 class ToolCallRetraction(NamedTuple):
     """The open call turned out to be ordinary text, which follows unchanged as `ContentText`."""
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """Returns a call's arguments, given their JSON. An empty object where an output's limit has cut them off."""
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 ParseEvent = ContentText | ReasoningText | ToolCallStart | ToolCallArguments | ToolCallEnd | ToolCallRetraction

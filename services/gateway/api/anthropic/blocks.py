@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 from services.gateway.api.chat import mistral_id
-from services.gateway.parsing.events import (
-    ContentText,
-    ParseEvent,
-    ReasoningText,
-    ToolCallArguments,
-    ToolCallEnd,
-    ToolCallRetraction,
-    ToolCallStart,
-)
-from services.gateway.parsing.output_dialect import OutputDialect
-from services.gateway.parsing.output_parser import OutputParser, ParserOptions
-from shared.messages.generation import FinishReason
+from services.gateway.parsing.answer_parts import AnswerParts, Event, TextKind
+from services.gateway.parsing.events import arguments_object
 
-Event = dict[str, Any]
 BlockKind = Literal["text", "thinking", "tool_use"]
 
 _DELTAS: dict[BlockKind, tuple[str, str]] = {
@@ -34,25 +22,33 @@ _DELTAS: dict[BlockKind, tuple[str, str]] = {
 class ContentBlock:
     """One block, as far as it has arrived."""
 
-    def __init__(self, kind: BlockKind, named: dict[str, str]) -> None:
-        self.kind, self._named = kind, named
+    def __init__(self, kind: BlockKind, index: int, named: dict[str, str]) -> None:
+        """`index`: its number in the stream. `named`: the name and id of a call."""
+        self._kind, self._index, self._named = kind, index, named
         self._pieces: list[str] = []
 
-    def add(self, text: str) -> None:
+    def begin(self) -> list[Event]:
+        """Returns the event of its start."""
+        return [self._event("content_block_start", content_block=self._body("", {}))]
+
+    def add(self, text: str) -> list[Event]:
         """Appends what has arrived."""
         self._pieces.append(text)
+        kind, name = _DELTAS[self._kind]
+        return [self._event("content_block_delta", delta={"type": kind, name: text})]
 
-    def start(self) -> dict[str, Any]:
-        """Returns it as a stream begins it."""
-        return self._body("", {})
+    def end(self, *, cut_off: bool) -> list[Event]:
+        """Returns the events with which it ends."""
+        signature = self._event("content_block_delta", delta={"type": "signature_delta", "signature": ""})
+        return [*([signature] if self._kind == "thinking" else []), self._event("content_block_stop")]
 
     def body(self) -> dict[str, Any]:
         """Returns it whole. Arguments that an output's limit has cut off are an empty object."""
         text = "".join(self._pieces)
-        return self._body(text, _object(text) if self.kind == "tool_use" else {})
+        return self._body(text, arguments_object(text) if self._kind == "tool_use" else {})
 
     def _body(self, text: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        match self.kind:
+        match self._kind:
             case "text":
                 return {"type": "text", "text": text, "citations": None}
             case "thinking":
@@ -60,100 +56,20 @@ class ContentBlock:
             case "tool_use":
                 return {"type": "tool_use", **self._named, "input": arguments, "caller": {"type": "direct"}}
 
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": kind, "index": self._index, **fields}
 
-class MessageBlocks:
-    """Owns an answer's blocks. Text between them that is only white space is left out."""
 
-    def __init__(self, options: ParserOptions | None) -> None:
-        """`options`: how the output is read; None: it is nothing but text."""
-        self.parser = OutputParser(options or ParserOptions(OutputDialect()))
-        self._mistral = options is not None and options.dialect.tools == "mistral"
-        self._blocks: list[ContentBlock] = []
-        self._open: ContentBlock | None = None
-        self._blank = ""
-        """White space that is part of a text only if more of it follows."""
-        self._started = 0
-        """Blocks that a stream has begun, retracted ones included."""
-
-    def feed(self, text: str, finish: FinishReason | None) -> list[Event]:
-        """Returns the events of new output; none where nothing is decided yet."""
-        events: list[Event] = []
-        for each in self.parser.read(text, finish):
-            self._add(each, events)
-        if finish is not None:
-            self._close(events)
-        return events
-
-    def finish_reason(self, reason: FinishReason) -> str:
-        """Returns whether the output stopped after a call of a tool, or the reason."""
-        called = any(block.kind == "tool_use" for block in self._blocks)
-        return "tool_calls" if called and reason == "stop" else reason
+class MessageBlocks(AnswerParts[ContentBlock]):
+    """Owns an answer's blocks."""
 
     def body(self) -> list[dict[str, Any]]:
         """Returns the answer's `content`."""
-        return [block.body() for block in self._blocks]
+        return [block.body() for block in self._parts]
 
-    def _add(self, event: ParseEvent, events: list[Event]) -> None:
-        match event:
-            case ContentText(text):
-                self._extend("text", text, events)
-            case ReasoningText(text):
-                self._extend("thinking", text, events)
-            case ToolCallStart(name, identity):
-                self._close(events)
-                identity = identity or (mistral_id() if self._mistral else f"toolu_{secrets.token_hex(12)}")
-                self._begin(ContentBlock("tool_use", {"id": identity, "name": name}), events)
-            case ToolCallArguments(text):
-                self._append(text, events)
-            case ToolCallRetraction():
-                retracted = self._open
-                self._close(events)
-                self._blocks = [block for block in self._blocks if block is not retracted]
-            case ToolCallEnd():
-                self._close(events)
-            case _:
-                assert_never(event)
+    def _new_text(self, kind: TextKind, text: str) -> ContentBlock:
+        return ContentBlock("thinking" if kind == "reasoning" else "text", self._started, {})
 
-    def _extend(self, kind: BlockKind, text: str, events: list[Event]) -> None:
-        if self._open is None or self._open.kind != kind:
-            self._close(events)
-            text = self._blank + text
-            if not text.strip():
-                self._blank = text
-                return
-            self._blank = ""
-            self._begin(ContentBlock(kind, {}), events)
-        self._append(text, events)
-
-    def _begin(self, block: ContentBlock, events: list[Event]) -> None:
-        self._blank = ""
-        self._open = block
-        self._blocks.append(block)
-        self._started += 1
-        events.append({"type": "content_block_start", "index": self._started - 1, "content_block": block.start()})
-
-    def _append(self, text: str, events: list[Event]) -> None:
-        assert self._open is not None
-        self._open.add(text)
-        kind, name = _DELTAS[self._open.kind]
-        events.append(self._delta({"type": kind, name: text}))
-
-    def _close(self, events: list[Event]) -> None:
-        self._blank = ""
-        if self._open is None:
-            return
-        if self._open.kind == "thinking":
-            events.append(self._delta({"type": "signature_delta", "signature": ""}))
-        events.append({"type": "content_block_stop", "index": self._started - 1})
-        self._open = None
-
-    def _delta(self, delta: dict[str, str]) -> Event:
-        return {"type": "content_block_delta", "index": self._started - 1, "delta": delta}
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
+    def _new_call(self, name: str, identity: str | None) -> ContentBlock:
+        identity = identity or (mistral_id() if self._mistral else f"toolu_{secrets.token_hex(12)}")
+        return ContentBlock("tool_use", self._started, {"id": identity, "name": name})

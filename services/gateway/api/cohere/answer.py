@@ -3,130 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 from services.gateway.api.chat import mistral_id, openai_id
 from services.gateway.api.encoding.lazy_json import LazyArray
 from services.gateway.api.logprobs import MIN_LOGPROB
 from services.gateway.api.response import ChoiceState, ResponseHeader
-from services.gateway.parsing.events import (
-    ContentText,
-    ParseEvent,
-    ReasoningText,
-    ToolCallArguments,
-    ToolCallEnd,
-    ToolCallRetraction,
-    ToolCallStart,
-)
-from services.gateway.parsing.output_dialect import OutputDialect
-from services.gateway.parsing.output_parser import OutputParser, ParserOptions
+from services.gateway.parsing.answer_parts import AnswerParts, Event, TextKind
 from shared.messages.gateway import PositionLogprobs
-from shared.messages.generation import FinishReason
 
-Event = dict[str, Any]
-PartKind = Literal["text", "thinking"]
+ContentKind = Literal["text", "thinking"]
 _FINISH = {"stop": "COMPLETE", "length": "MAX_TOKENS", "tool_calls": "TOOL_CALL", "abort": "ERROR"}
+
+
+class CohereText:
+    """One text of an answer, or one of its thoughts, as far as it has arrived."""
+
+    def __init__(self, kind: ContentKind, index: int) -> None:
+        self._kind, self._index = kind, index
+        self._pieces: list[str] = []
+
+    def begin(self) -> list[Event]:
+        """Returns the event of its start."""
+        content = {"type": self._kind, self._kind: ""}
+        return [_event("content-start", self._index, content=content)]
+
+    def add(self, text: str) -> list[Event]:
+        """Appends what has arrived."""
+        self._pieces.append(text)
+        return [_event("content-delta", self._index, content={self._kind: text})]
+
+    def end(self, *, cut_off: bool) -> list[Event]:
+        """Returns the event of its end."""
+        return [{"type": "content-end", "index": self._index}]
+
+    def body(self) -> dict[str, Any]:
+        """Returns it whole."""
+        return {"type": self._kind, self._kind: "".join(self._pieces)}
 
 
 class CohereCall:
     """One call of a tool, as far as it has arrived."""
 
-    def __init__(self, id: str, name: str) -> None:
-        self._id, self._name = id, name
-        self.arguments: list[str] = []
+    def __init__(self, id: str, name: str, index: int) -> None:
+        self._id, self._name, self._index = id, name, index
+        self._arguments: list[str] = []
+
+    def begin(self) -> list[Event]:
+        """Returns the event of its start."""
+        return [_event("tool-call-start", self._index, tool_calls=self.body())]
+
+    def add(self, text: str) -> list[Event]:
+        """Appends more of the arguments."""
+        self._arguments.append(text)
+        return [_event("tool-call-delta", self._index, tool_calls={"function": {"arguments": text}})]
+
+    def end(self, *, cut_off: bool) -> list[Event]:
+        """Returns the event of its end."""
+        return [{"type": "tool-call-end", "index": self._index}]
 
     def body(self) -> dict[str, Any]:
         """Returns it as it is shown."""
-        function = {"name": self._name, "arguments": "".join(self.arguments)}
+        function = {"name": self._name, "arguments": "".join(self._arguments)}
         return {"id": self._id, "type": "function", "function": function}
 
 
-class CohereMessage:
-    """Owns an answer's parts and calls. Text between them that is only white space is left out."""
-
-    def __init__(self, options: ParserOptions | None) -> None:
-        """`options`: how the output is read; None: it is nothing but text."""
-        self.parser = OutputParser(options or ParserOptions(OutputDialect()))
-        self._mistral = options is not None and options.dialect.tools == "mistral"
-        self._parts: list[tuple[PartKind, list[str]]] = []
-        self._calls: list[CohereCall] = []
-        self._started_calls = 0
-        """Calls that a stream has begun, retracted ones included."""
-        self._open: PartKind | CohereCall | None = None
-        self._blank = ""
-        """White space that is part of a text only if more of it follows."""
-
-    def feed(self, text: str, finish: FinishReason | None) -> list[Event]:
-        """Returns the events of new output; none where nothing is decided yet."""
-        events: list[Event] = []
-        for each in self.parser.read(text, finish):
-            self._add(each, events)
-        if finish is not None:
-            self._close(events)
-        return events
-
-    def finish_reason(self, reason: FinishReason) -> str:
-        """Returns whether the output stopped after a call of a tool, or the reason."""
-        return "tool_calls" if self._calls and reason == "stop" else reason
+class CohereMessage(AnswerParts[CohereText | CohereCall]):
+    """Owns an answer's texts and calls, which are numbered apart."""
 
     def body(self) -> dict[str, Any]:
         """Returns the answer's `message`."""
-        content = [{"type": kind, kind: "".join(pieces)} for kind, pieces in self._parts]
+        content = [part.body() for part in self._parts if isinstance(part, CohereText)]
+        calls = [part.body() for part in self._parts if isinstance(part, CohereCall)]
         message: dict[str, Any] = {"role": "assistant", "content": content or None}
-        return message | ({"tool_calls": [call.body() for call in self._calls]} if self._calls else {})
+        return message | ({"tool_calls": calls} if calls else {})
 
-    def _add(self, event: ParseEvent, events: list[Event]) -> None:
-        match event:
-            case ContentText(text):
-                self._extend("text", text, events)
-            case ReasoningText(text):
-                self._extend("thinking", text, events)
-            case ToolCallStart(name, identity):
-                self._close(events)
-                identity = identity or (mistral_id() if self._mistral else openai_id())
-                call = CohereCall(identity, name)
-                self._open = call
-                self._calls.append(call)
-                events.append(self._event("tool-call-start", self._started_calls, tool_calls=call.body()))
-                self._started_calls += 1
-            case ToolCallArguments(text):
-                assert isinstance(self._open, CohereCall)
-                self._open.arguments.append(text)
-                added = {"function": {"arguments": text}}
-                events.append(self._event("tool-call-delta", self._started_calls - 1, tool_calls=added))
-            case ToolCallRetraction():
-                self._close(events)
-                self._calls.pop()
-            case ToolCallEnd():
-                self._close(events)
-            case _:
-                assert_never(event)
+    def _new_text(self, kind: TextKind, text: str) -> CohereText:
+        return CohereText("thinking" if kind == "reasoning" else "text", self._texts)
 
-    def _extend(self, kind: PartKind, text: str, events: list[Event]) -> None:
-        if self._open != kind:
-            self._close(events)
-            text = self._blank + text
-            if not text.strip():
-                self._blank = text
-                return
-            self._open = kind
-            self._parts.append((kind, []))
-            begun = {"type": kind, kind: ""}
-            events.append(self._event("content-start", len(self._parts) - 1, content=begun))
-        self._blank = ""
-        self._parts[-1][1].append(text)
-        events.append(self._event("content-delta", len(self._parts) - 1, content={kind: text}))
+    def _new_call(self, name: str, identity: str | None) -> CohereCall:
+        identity = identity or (mistral_id() if self._mistral else openai_id())
+        return CohereCall(identity, name, self._started - self._texts)
 
-    def _close(self, events: list[Event]) -> None:
-        self._blank = ""
-        if isinstance(self._open, CohereCall):
-            events.append({"type": "tool-call-end", "index": self._started_calls - 1})
-        elif self._open is not None:
-            events.append({"type": "content-end", "index": len(self._parts) - 1})
-        self._open = None
+    @property
+    def _texts(self) -> int:
+        return len(self._parts) - self._calls
 
-    def _event(self, kind: str, index: int, **message: Any) -> Event:
-        return {"type": kind, "index": index, "delta": {"message": message}}
+
+def _event(kind: str, index: int, **message: Any) -> Event:
+    return {"type": kind, "index": index, "delta": {"message": message}}
 
 
 def answer_body(header: ResponseHeader, choice: ChoiceState, *, logprobs: bool) -> dict[str, Any]:

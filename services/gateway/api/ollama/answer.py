@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any, Literal, assert_never
@@ -20,6 +19,7 @@ from services.gateway.parsing.events import (
     ToolCallEnd,
     ToolCallRetraction,
     ToolCallStart,
+    arguments_object,
 )
 from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import OutputParser, ParserOptions
@@ -67,21 +67,12 @@ class OllamaMessage:
             case ToolCallArguments(text):
                 self._arguments.append(text)
             case ToolCallEnd():
-                function = {"name": self._name, "arguments": _object("".join(self._arguments))}
+                function = {"name": self._name, "arguments": arguments_object("".join(self._arguments))}
                 added.setdefault("tool_calls", []).append({"function": function})
             case ToolCallRetraction():
                 pass
             case _:
                 assert_never(event)
-
-
-def _object(text: str) -> dict[str, Any]:
-    """Arguments that an output's limit has cut off are an empty object."""
-    try:
-        arguments = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
 
 
 def answer(shape: AnswerShape, model: str, said: dict[str, Any], choice: ChoiceState | None = None) -> dict[str, Any]:

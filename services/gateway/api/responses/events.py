@@ -10,9 +10,9 @@ from services.gateway.api.errors import RequestError
 from services.gateway.api.response import ChoiceState, ResponseHeader
 from services.gateway.api.responses.answer import finished, output_of, response_object
 from services.gateway.api.responses.tools import call_targets
+from services.gateway.parsing.answer_parts import Event
 from shared.messages.gateway import Delta
 
-Event = dict[str, Any]
 LAST = ("response.completed", "response.incomplete", "response.failed")
 """Types of the last event of a stream."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Any, Literal, assert_never, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -13,21 +13,10 @@ from services.gateway.api.custom_tools.custom_input import CustomInput
 from services.gateway.api.logprobs import chat_logprobs
 from services.gateway.api.responses.input_items import item_id
 from services.gateway.api.responses.tools import CallKind, CallTarget
-from services.gateway.parsing.events import (
-    ContentText,
-    ParseEvent,
-    ReasoningText,
-    ToolCallArguments,
-    ToolCallEnd,
-    ToolCallRetraction,
-    ToolCallStart,
-)
-from services.gateway.parsing.output_dialect import OutputDialect
-from services.gateway.parsing.output_parser import OutputParser, ParserOptions
+from services.gateway.parsing.answer_parts import AnswerParts, Event, TextKind
+from services.gateway.parsing.output_parser import ParserOptions
 from shared.messages.gateway import PositionLogprobs
-from shared.messages.generation import FinishReason
 
-Event = dict[str, Any]
 ItemKind = Literal["message", "reasoning"] | CallKind
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -54,6 +43,8 @@ class OutputItem:
         self._pieces: list[str] = []
         self._logprobs: list[msgspec.Raw] = []
         """As JSON, made as they come: several events at the end have all of them, which would hold up other streams."""
+        self.coming: list[PositionLogprobs] = []
+        """Of the text that is added next."""
         self._input = CustomInput() if kind == "custom_tool_call" else None
 
     def begin(self) -> list[Event]:
@@ -63,7 +54,7 @@ class OutputItem:
             return added
         return [*added, self._content_event("response.content_part.added", part=self._part(""))]
 
-    def add(self, text: str, logprobs: list[PositionLogprobs]) -> list[Event]:
+    def add(self, text: str) -> list[Event]:
         """Appends what has arrived."""
         if self._input is not None:
             text = self._input.feed(text)
@@ -72,7 +63,7 @@ class OutputItem:
             return [self._event(f"{_DELTAS[self.kind]}.delta", item_id=self.id, delta=text)] if text else []
         event = self._content_event(f"{_DELTAS[self.kind]}.delta", delta=text)
         if self.kind == "message":
-            event["logprobs"] = [msgspec.Raw(_encode(each)) for each in chat_logprobs(logprobs)["content"]]
+            event["logprobs"] = [msgspec.Raw(_encode(each)) for each in chat_logprobs(self.coming)["content"]]
             self._logprobs += event["logprobs"]
         return [event]
 
@@ -127,25 +118,19 @@ class OutputItem:
         return self._event(kind, item_id=self.id, content_index=0, **fields)
 
 
-class OutputItems:
-    """Owns an answer's items. Text between them that is only white space is left out."""
+class OutputItems(AnswerParts[OutputItem]):
+    """Owns an answer's items."""
+
+    keeps_blank = True
 
     def __init__(self, options: ParserOptions | None) -> None:
-        """`options`: how the output is read; None: it is nothing but text."""
-        self.parser = OutputParser(options or ParserOptions(OutputDialect()))
+        super().__init__(options)
         self.name = secrets.token_hex(24)
         """The response's id, so that items have the same ids where another gateway makes them again."""
         self.targets: Mapping[str, CallTarget] = {}
         """What the client calls functions, but for plain ones."""
-        self._new_call: NewId | None = None
-        self._mistral = options is not None and options.dialect.tools == "mistral"
+        self._new_id: NewId | None = None
         self._parsed = options is not None
-        self._items: list[OutputItem] = []
-        self._open: OutputItem | None = None
-        self._blank = ""
-        """White space that is part of a text only if more of it follows."""
-        self._started = 0
-        """Items that a stream has begun, retracted ones included."""
         self._logprobs: list[PositionLogprobs] = []
         """Of tokens of which it is not known yet what they are part of."""
 
@@ -153,84 +138,27 @@ class OutputItems:
         """Notes what the next text is made of; to be called before each `feed`."""
         self._logprobs += logprobs or ()
 
-    def feed(self, text: str, finish: FinishReason | None) -> list[Event]:
-        """Returns the events of new output; none where nothing is decided yet."""
-        events: list[Event] = []
-        self._add_all(self.parser.feed(text), events, cut_off=False)
-        if finish is not None:
-            cut_off = finish != "stop"
-            self._add_all(self.parser.finish(truncated=cut_off), events, cut_off=cut_off)
-            if not self._items and self._blank:
-                self._begin("message", events)
-                self._append(self._blank, events)
-            self._close(events, cut_off=cut_off)
-        return events
-
-    def finish_reason(self, reason: FinishReason) -> str:
-        """Returns whether the output stopped after a call of a tool, or the reason."""
-        called = any(item.kind in _CALLS for item in self._items)
-        return "tool_calls" if called and reason == "stop" else reason
-
     def body(self) -> list[dict[str, Any]]:
         """Returns the response's `output`."""
-        return [item.body() for item in self._items]
+        return [item.body() for item in self._parts]
 
-    def _add_all(self, parsed: list[ParseEvent], events: list[Event], *, cut_off: bool) -> None:
-        for each in parsed:
-            self._add(each, events, cut_off=cut_off)
+    def _new_text(self, kind: TextKind, text: str) -> OutputItem:
+        if self._parsed:
+            self._logprobs = _last_of(self._logprobs, len(text.encode()))
+        return OutputItem("message" if kind == "text" else kind, self._started, self.name, {})
 
-    def _add(self, event: ParseEvent, events: list[Event], *, cut_off: bool) -> None:
-        match event:
-            case ContentText(text):
-                self._extend("message", text, events)
-            case ReasoningText(text):
-                self._extend("reasoning", text, events)
-            case ToolCallStart(name, identity):
-                self._new_call = self._new_call or repeatable_ids(self.name, self._mistral)
-                target = self.targets.get(name, CallTarget("function_call", name))
-                named = {"call_id": identity or self._new_call(), "name": target.name}
-                if target.namespace is not None:
-                    named["namespace"] = target.namespace
-                self._begin(target.kind, events, named)
-            case ToolCallArguments(text):
-                self._append(text, events)
-            case ToolCallRetraction():
-                retracted = self._open
-                self._close(events, cut_off=True)
-                self._items = [item for item in self._items if item is not retracted]
-            case ToolCallEnd():
-                self._close(events, cut_off=cut_off)
-            case _:
-                assert_never(event)
-
-    def _extend(self, kind: ItemKind, text: str, events: list[Event]) -> None:
-        if self._open is None or self._open.kind != kind:
-            self._close(events)
-            text = self._blank + text
-            if not text.strip():
-                self._blank = text
-                return
-            if self._parsed:
-                self._logprobs = _last_of(self._logprobs, len(text.encode()))
-            self._begin(kind, events)
-        self._append(text, events)
-
-    def _begin(self, kind: ItemKind, events: list[Event], named: dict[str, str] | None = None) -> None:
-        self._close(events)
-        self._open = OutputItem(kind, self._started, self.name, named or {})
-        self._started += 1
-        self._items.append(self._open)
-        events += self._open.begin()
+    def _new_call(self, name: str, identity: str | None) -> OutputItem:
+        self._new_id = self._new_id or repeatable_ids(self.name, self._mistral)
+        target = self.targets.get(name, CallTarget("function_call", name))
+        named = {"call_id": identity or self._new_id(), "name": target.name}
+        if target.namespace is not None:
+            named["namespace"] = target.namespace
+        return OutputItem(target.kind, self._started, self.name, named)
 
     def _append(self, text: str, events: list[Event]) -> None:
         assert self._open is not None
-        events += self._open.add(text, self._logprobs)
-        self._blank, self._logprobs = "", []
-
-    def _close(self, events: list[Event], *, cut_off: bool = False) -> None:
-        if self._open is not None:
-            events += self._open.end(cut_off=cut_off)
-            self._open, self._blank = None, ""
+        self._open.coming, self._logprobs = self._logprobs, []
+        super()._append(text, events)
 
 
 def _last_of(positions: list[PositionLogprobs], size: int) -> list[PositionLogprobs]:

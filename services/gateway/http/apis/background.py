@@ -21,12 +21,13 @@ from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import SEED_MASK, GenerationRequest
 from services.gateway.api.response import ChoiceState, GenerationResponse, ResponseHeader, ResponseWriter
 from services.gateway.api.responses.answer import response_object
-from services.gateway.api.responses.events import LAST, Event, ResponseEvents
+from services.gateway.api.responses.events import LAST, ResponseEvents
 from services.gateway.api.responses.request import ResponseRequest, again, job_body
 from services.gateway.database.records import Record
 from services.gateway.http.access import AccessControl, KeyAdmission
 from services.gateway.http.body_parser import BodyParser
 from services.gateway.http.call import Call
+from services.gateway.parsing.answer_parts import Event
 from services.gateway.request_table import RequestTable
 from services.gateway.response_store import ENDED, ResponseStore, StoredResponse
 from shared.messages.gateway import Delta

@@ -423,6 +423,13 @@ def test_blocks_are_what_the_output_says() -> None:
     assert thinking.body()[0]["thinking"].strip() == "Let me\nsee."
 
 
+def test_white_space_is_part_of_the_text_that_follows_it_later() -> None:
+    blocks = MessageBlocks(None)
+    for piece in (" ", "\n", "a", " "):
+        blocks.feed(piece, None)
+    assert [block["text"] for block in blocks.body()] == [" \na "]
+
+
 def test_arguments_that_the_limit_cuts_off_are_no_object() -> None:
     blocks = _blocks()
     blocks.feed('<tool_call>\n{"name": "weather", "arguments": {"city": "Ro', "length")
