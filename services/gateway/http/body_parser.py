@@ -18,6 +18,7 @@ import sys
 from asyncio import StreamReader
 from asyncio.subprocess import Process
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 from typing import Any, BinaryIO, Literal
 
@@ -121,69 +122,59 @@ class Refused(Struct, frozen=True):
     elsewhere: bool = False
 
 
+_Cards = list[ModelCard]
+_DialectOf = Callable[[ModelName], OutputDialect] | None
+_ALONE: dict[BodyKind, Callable[[bytes], Any]] = {
+    "conversation": read_conversation,
+    "conversation_items": read_conversation_items,
+    "conversation_update": read_conversation_update,
+    "tool_clearing": read_tool_clearing,
+}
+_WITH_CARDS: dict[BodyKind, Callable[[bytes, _Cards], Any]] = {
+    "detokenize": read_detokenize,
+    "invocation": read_invocation,
+}
+_WITH_LIMITS: dict[BodyKind, Callable[[bytes, _Cards, RequestLimits], Any]] = {
+    "classification": read_classification,
+    "cohere_embed": read_cohere_embed,
+    "cohere_rerank": partial(read_rerank, cohere=True),
+    "completion": read_completion,
+    "count_tokens": read_count_tokens,
+    "count_tokens_cleared": partial(read_count_tokens, clear_tools=True),
+    "decision": read_decisions,
+    "embedding": read_embedding,
+    "generative_score": read_generative_scores,
+    "pooling": read_pooling_request,
+    "rerank": read_rerank,
+    "score": read_score,
+    "sglang": read_sglang,
+    "tokenize": read_tokenize,
+}
+_WITH_DIALECTS: dict[BodyKind, Callable[[bytes, _Cards, RequestLimits, _DialectOf], Any]] = {
+    "chat": read_chat,
+    "chat_batch": read_chat_batch,
+    "cohere": read_cohere_chat,
+    "messages": read_messages,
+    "messages_cleared": partial(read_messages, clear_tools=True),
+    "ollama_chat": read_ollama_chat,
+    "ollama_generate": read_ollama_generate,
+    "tokens": read_tokens,
+}
+_WITH_STORED_ITEMS = {"input_tokens": read_input_tokens, "responses": read_responses}
+
+
 def read_body(body: bytes, context: BodyContext) -> Any:
     """Returns the request that a body makes. Raises RequestError."""
-    match context.kind:
-        case "chat":
-            return read_chat(body, context.cards, context.limits, context.dialect_of)
-        case "chat_batch":
-            return read_chat_batch(body, context.cards, context.limits, context.dialect_of)
-        case "messages":
-            return read_messages(body, context.cards, context.limits, context.dialect_of)
-        case "messages_cleared":
-            return read_messages(body, context.cards, context.limits, context.dialect_of, clear_tools=True)
-        case "tool_clearing":
-            return read_tool_clearing(body)
-        case "responses":
-            stored = (context.history, context.referenced)
-            return read_responses(body, context.cards, context.limits, context.dialect_of, *stored)
-        case "input_tokens":
-            stored = (context.history, context.referenced)
-            return read_input_tokens(body, context.cards, context.limits, context.dialect_of, *stored)
-        case "count_tokens":
-            return read_count_tokens(body, context.cards, context.limits)
-        case "count_tokens_cleared":
-            return read_count_tokens(body, context.cards, context.limits, clear_tools=True)
-        case "completion":
-            return read_completion(body, context.cards, context.limits)
-        case "cohere":
-            return read_cohere_chat(body, context.cards, context.limits, context.dialect_of)
-        case "ollama_chat":
-            return read_ollama_chat(body, context.cards, context.limits, context.dialect_of)
-        case "ollama_generate":
-            return read_ollama_generate(body, context.cards, context.limits, context.dialect_of)
-        case "sglang":
-            return read_sglang(body, context.cards, context.limits)
-        case "tokens":
-            return read_tokens(body, context.cards, context.limits, context.dialect_of)
-        case "decision":
-            return read_decisions(body, context.cards, context.limits)
-        case "generative_score":
-            return read_generative_scores(body, context.cards, context.limits)
-        case "embedding":
-            return read_embedding(body, context.cards, context.limits)
-        case "pooling":
-            return read_pooling_request(body, context.cards, context.limits)
-        case "classification":
-            return read_classification(body, context.cards, context.limits)
-        case "score":
-            return read_score(body, context.cards, context.limits)
-        case "cohere_embed":
-            return read_cohere_embed(body, context.cards, context.limits)
-        case "rerank" | "cohere_rerank":
-            return read_rerank(body, context.cards, context.limits, cohere=context.kind == "cohere_rerank")
-        case "tokenize":
-            return read_tokenize(body, context.cards, context.limits)
-        case "detokenize":
-            return read_detokenize(body, context.cards)
-        case "conversation":
-            return read_conversation(body)
-        case "conversation_items":
-            return read_conversation_items(body)
-        case "conversation_update":
-            return read_conversation_update(body)
-        case "invocation":
-            return read_invocation(body, context.cards)
+    kind, cards, limits, dialect_of = context.kind, context.cards, context.limits, context.dialect_of
+    if kind in _ALONE:
+        return _ALONE[kind](body)
+    if kind in _WITH_CARDS:
+        return _WITH_CARDS[kind](body, cards)
+    if kind in _WITH_LIMITS:
+        return _WITH_LIMITS[kind](body, cards, limits)
+    if kind in _WITH_DIALECTS:
+        return _WITH_DIALECTS[kind](body, cards, limits, dialect_of)
+    return _WITH_STORED_ITEMS[kind](body, cards, limits, dialect_of, context.history, context.referenced)
 
 
 def is_small(body: bytes) -> bool:

@@ -86,13 +86,7 @@ class EpochState:
         )
         self._prefill_budget = PrefillBudget(self.limits.itl_target, self.limits.prefill_target)
         self.planner = StepPlanner(
-            self.limits,
-            self._prefill_budget,
-            self.memory,
-            self.transfers,
-            self.grammars,
-            speculation,
-            store.counters,
+            self.limits, self._prefill_budget, self.memory, self.transfers, self.grammars, speculation, store.counters
         )
         self.queues = self.planner.queues
         self.isolation = self.planner.isolation
@@ -103,14 +97,7 @@ class EpochState:
         self.lora_refusals: tuple[LoraRefusal, ...] = ()
         """See `EngineReport.lora_refusals`."""
         self.requests = EngineRequests(
-            self._validator,
-            self.limits,
-            tickets,
-            self.grammars,
-            self.queues,
-            self.transfers,
-            sender,
-            outbox,
+            self._validator, self.limits, tickets, self.grammars, self.queues, self.transfers, sender, outbox
         )
         self.steps = StepsInFlight(epoch)
         self.step_times = StepRegressions()

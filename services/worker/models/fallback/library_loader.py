@@ -41,13 +41,13 @@ from shared.models.video_models import read_video_model
 from shared.telemetry.startup import STARTUP
 
 if TYPE_CHECKING:
-    from services.worker.models.fallback.library_model import LibraryModel
+    from services.worker.models.fallback.library_model import LibraryModel, RankShare
 
 
 def load_library_model(settings: LoadSettings) -> LoadedModel:
     """Of an architecture that `transformers` computes."""
     # Seconds of imports, which nobody else should pay for.
-    from services.worker.models.fallback.library_model import LibraryModel, RankShare
+    from services.worker.models.fallback.library_model import LibraryModel
 
     _check_alone(settings)
     if encoder_type(settings.folder) is not None:
@@ -73,15 +73,7 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
     digest = digest_of(settings, config)
     media = not settings.language_model_only
     media = media and takes_images(settings.folder, settings.load_format, settings.platform, by_library=True)
-    share = RankShare(
-        *(create_ops(settings, TORCH_DTYPES[dtype]), TORCH_DTYPES[dtype], settings.device, length),
-        *(settings.communicator, stage, settings.pipeline),
-        quantization=code_of(settings),
-        whole_experts=settings.experts.parallel,
-        group=settings.group,
-        all2all=settings.experts.all2all,
-        images_beside=settings.images_beside,
-    )
+    share = _rank_share(settings, TORCH_DTYPES[dtype], length, stage)
     with STARTUP.stage("weights"):
         decoder = library.decoder(share, dummy=settings.load_format == "dummy", judged_by=judged_by)
     if pooling is not None and not decoder.has_features:
@@ -106,6 +98,20 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         images=media,
         videos=read_video_model(settings.folder) if media else None,
         sounds=read_sound_model(settings.folder) if media else None,
+    )
+
+
+def _rank_share(settings: LoadSettings, dtype: torch.dtype, max_model_len: int, stage: PipelineStage) -> RankShare:
+    from services.worker.models.fallback.library_model import RankShare
+
+    return RankShare(
+        *(create_ops(settings, dtype), dtype, settings.device, max_model_len),
+        *(settings.communicator, stage, settings.pipeline),
+        quantization=code_of(settings),
+        whole_experts=settings.experts.parallel,
+        group=settings.group,
+        all2all=settings.experts.all2all,
+        images_beside=settings.images_beside,
     )
 
 
