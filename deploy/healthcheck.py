@@ -43,7 +43,7 @@ def is_healthy(metrics: str) -> bool:
     return any(line.endswith(" 1.0") and any(phase in line for phase in HEALTHY) for line in lines)
 
 
-def stands_still(metrics: str | None) -> bool:
+def is_stalled(metrics: str | None) -> bool:
     """Whether no answer came although somebody listens (None), or the service's event loop does not turn."""
     if metrics is None:
         return True
@@ -59,7 +59,7 @@ def look(port: str, notes: Path, init: int | None, wait: float = ANSWER_SECONDS)
     except OSError as error:  # nobody listens: it starts, or has ended
         print(error, file=sys.stderr)
         return 1
-    healthy, still = metrics is not None and is_healthy(metrics), stands_still(metrics)
+    healthy, still = metrics is not None and is_healthy(metrics), is_stalled(metrics)
     service = _service(init) if init is not None else None
     if service is not None:
         _judge(*service, notes, healthy=healthy, still=still)
@@ -74,7 +74,7 @@ def is_live(port: str, wait: float = ANSWER_SECONDS) -> int:
     except OSError as error:
         print(error, file=sys.stderr)
         return 1
-    return int(stands_still(metrics))
+    return int(is_stalled(metrics))
 
 
 def wait_for_leaders_end(address: str, port: str, limit: float = LEADER_SECONDS) -> int:

@@ -189,7 +189,7 @@ _MISSPELT = 0.9
 """How like a variable's name has to be to one that a service reads, to be taken for it misspelt."""
 
 
-class Given(NamedTuple):
+class SettingValue(NamedTuple):
     """What a source says of a setting."""
 
     value: Any
@@ -211,17 +211,17 @@ def load_config(
     environment = os.environ if environment is None else environment
     flags = _parse_flags(service, config_type, argv)
     settings = given_settings(service, config_type, flags.pop("config", None), environment)
-    settings.update({key: Given(value, f"--{key.replace('_', '-')}") for key, value in flags.items()})
-    settings.setdefault("instance", Given(_default_instance(service), "default"))
+    settings.update({key: SettingValue(value, f"--{key.replace('_', '-')}") for key, value in flags.items()})
+    settings.setdefault("instance", SettingValue(_default_instance(service), "default"))
     return _build(config_type, settings)
 
 
 def given_settings(
     service: str, config_type: type[Struct], config: str | Path | None, environment: Mapping[str, str]
-) -> dict[str, Given]:
+) -> dict[str, SettingValue]:
     """What the file, or that of BATON_CONFIG, and the environment say of a service. Raises ConfigError."""
     file = config or environment.get(f"{ENVIRONMENT_PREFIX}CONFIG")
-    settings: dict[str, Given] = _from_file(service, config_type, Path(file)) if file else {}
+    settings: dict[str, SettingValue] = _from_file(service, config_type, Path(file)) if file else {}
     settings.update(_from_environment(service, config_type, environment))
     return settings
 
@@ -377,20 +377,20 @@ def _plain_flags(config_type: type[Struct], argv: Sequence[str]) -> dict[str, An
     return flags
 
 
-def _from_file(service: str, config_type: type[Struct], path: Path) -> dict[str, Given]:
+def _from_file(service: str, config_type: type[Struct], path: Path) -> dict[str, SettingValue]:
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    settings: dict[str, Given] = {}
+    settings: dict[str, SettingValue] = {}
     for key, value in table.items():
         if isinstance(value, dict):
             if key == service:
-                settings.update({k: Given(v, f"{path} [{service}]") for k, v in value.items()})
+                settings.update({k: SettingValue(v, f"{path} [{service}]") for k, v in value.items()})
             elif key not in _SERVICES:
                 raise ConfigError(f"[{key}] (from {path}): no such service; tables are {', '.join(sorted(_SERVICES))}")
         elif key in COMMON_KEYS:
-            settings.setdefault(key, Given(value, str(path)))
+            settings.setdefault(key, SettingValue(value, str(path)))
         else:
             raise ConfigError(
                 f"{key} (from {path}): no setting of every service, which stand at the top"
@@ -401,15 +401,17 @@ def _from_file(service: str, config_type: type[Struct], path: Path) -> dict[str,
     return settings
 
 
-def _from_environment(service: str, config_type: type[Struct], environment: Mapping[str, str]) -> dict[str, Given]:
+def _from_environment(
+    service: str, config_type: type[Struct], environment: Mapping[str, str]
+) -> dict[str, SettingValue]:
     own, known = f"{ENVIRONMENT_PREFIX}{service.upper()}_", settings_of(config_type)
-    settings: dict[str, Given] = {}
+    settings: dict[str, SettingValue] = {}
     for name in sorted(environment, key=lambda name: (name.startswith(own), name)):  # a service's own variables win
         key, value = _key_of(name, own), environment[name]
         if key is None:
             continue
         if key in known or not key.endswith(_FILE):
-            settings[key] = Given(value, f"environment {name}")
+            settings[key] = SettingValue(value, f"environment {name}")
         elif value:
             _refuse_twice(name, environment)
             settings[key.removesuffix(_FILE)] = _from_named_file(name, value)
@@ -429,14 +431,14 @@ def _refuse_twice(name: str, environment: Mapping[str, str]) -> None:
         raise ConfigError(f"{name} and {direct}: both are set; one is allowed")
 
 
-def _from_named_file(name: str, path: str) -> Given:
+def _from_named_file(name: str, path: str) -> SettingValue:
     try:
-        return Given(Path(path).read_text().strip(), f"environment {name}")
+        return SettingValue(Path(path).read_text().strip(), f"environment {name}")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _refuse_unknown(config_type: type[Struct], settings: Mapping[str, Given]) -> None:
+def _refuse_unknown(config_type: type[Struct], settings: Mapping[str, SettingValue]) -> None:
     known = settings_of(config_type)
     for key, setting in settings.items():
         if key not in known:
@@ -451,7 +453,7 @@ def near(key: str, known: Collection[str]) -> str:
     return f", near are {', '.join(close)}" if len(close) > 1 else f", {close[0]} is near" if close else ""
 
 
-def _build(config_type: type[C], settings: Mapping[str, Given]) -> C:
+def _build(config_type: type[C], settings: Mapping[str, SettingValue]) -> C:
     known = settings_of(config_type)
     values: dict[str, Any] = {}
     for key, given in settings.items():

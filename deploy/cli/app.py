@@ -30,7 +30,7 @@ PASSED_ON: Mapping[str, Any] = {"allow_extra_args": True, "ignore_unknown_option
 """Settings of a command that hands everything it does not know, `--help` too, to another program."""
 
 
-class Listed(NamedTuple):
+class Command(NamedTuple):
     """A command as `baton --help` shows it, and where it is."""
 
     panel: str
@@ -41,106 +41,106 @@ class Listed(NamedTuple):
     settings: Mapping[str, Any] = {}
 
 
-COMMANDS: Mapping[str, Listed] = {
-    "up": Listed(
+COMMANDS: Mapping[str, Command] = {
+    "up": Command(
         RUN,
         "deploy.cli.up.command",
         "Start everything on this machine: bus, gateway, tokenizer, coordinator, engines, KV store, detokenizer.",
     ),
-    "down": Listed(RUN, "deploy.cli.operate", "Drain and stop a stack, with its supervisor or without one."),
-    "join": Listed(
+    "down": Command(RUN, "deploy.cli.operate", "Drain and stop a stack, with its supervisor or without one."),
+    "join": Command(
         RUN,
         "deploy.cli.hosts.join",
         "Make this host part of another host's stack: with engines, a KV store and a NATS server of its own.",
     ),
-    "token": Listed(RUN, "deploy.cli.hosts.token", "Make a token by which other hosts join this one's stack."),
-    "keys": Listed(RUN, "deploy.cli.keys", "Make an API key, or list those of a file: baton keys new NAME, list."),
-    "chat": Listed(USE, "deploy.cli.chat.command", "Talk to the model in the terminal."),
-    "batch": Listed(
+    "token": Command(RUN, "deploy.cli.hosts.token", "Make a token by which other hosts join this one's stack."),
+    "keys": Command(RUN, "deploy.cli.keys", "Make an API key, or list those of a file: baton keys new NAME, list."),
+    "chat": Command(USE, "deploy.cli.chat.command", "Talk to the model in the terminal."),
+    "batch": Command(
         USE,
         "deploy.cli.batch.command",
         "Answer a file of requests in OpenAI's batch format; a second run continues where the first stopped.",
     ),
-    "ps": Listed(WATCH, "deploy.cli.ps", "Show every process of a stack: phase, load, uptime."),
-    "top": Listed(
+    "ps": Command(WATCH, "deploy.cli.ps", "Show every process of a stack: phase, load, uptime."),
+    "top": Command(
         WATCH,
         "deploy.cli.top.command",
         "Show live figures of a stack: engines, time per step phase, queues, KV memory, tokens/s, hit rates.",
     ),
-    "logs": Listed(
+    "logs": Command(
         WATCH,
         "deploy.cli.logs",
         "Show the services' log lines, merged in time order. Works on a stack that has ended, too.",
     ),
-    "trace": Listed(
+    "trace": Command(
         WATCH,
         "deploy.cli.top.trace",
         "Follow one request through the services, hop by hop with times: an open one, or one that ended a while ago.",
     ),
-    "doctor": Listed(
+    "doctor": Command(
         WATCH, "deploy.cli.doctor", "Check this machine and a running stack; for each problem say what to do."
     ),
-    "prometheus-config": Listed(
+    "prometheus-config": Command(
         WATCH,
         "deploy.cli.diagnosis.prometheus",
         "Print a configuration by which Prometheus scrapes a stack and judges it by Baton's alert rules.",
     ),
-    "support-bundle": Listed(
+    "support-bundle": Command(
         WATCH,
         "deploy.cli.diagnosis.support_bundle",
         "Collect what a bug report needs in one archive: versions, findings, metrics, logs, without secrets and texts.",
     ),
-    "scale": Listed(OPERATE, "deploy.cli.operate", "Start or stop instances: baton scale tokenizer=3."),
-    "drain": Listed(OPERATE, "deploy.cli.operate", "Let an instance finish its open requests and accept no new ones."),
-    "undrain": Listed(OPERATE, "deploy.cli.operate", "Let a drained instance accept requests again."),
-    "lora": Listed(
+    "scale": Command(OPERATE, "deploy.cli.operate", "Start or stop instances: baton scale tokenizer=3."),
+    "drain": Command(OPERATE, "deploy.cli.operate", "Let an instance finish its open requests and accept no new ones."),
+    "undrain": Command(OPERATE, "deploy.cli.operate", "Let a drained instance accept requests again."),
+    "lora": Command(
         OPERATE,
         "deploy.cli.operate",
         "Show a stack's LoRA adapters, or change them: baton lora list, load NAME FOLDER, unload NAME.",
     ),
-    "plan": Listed(
+    "plan": Command(
         OPERATE,
         "deploy.cli.plan",
         "Say how many engines meet the latency targets of a stack's load, or with --act start and drain them.",
     ),
-    "cluster": Listed(
+    "cluster": Command(
         OPERATE,
         "deploy.cli.hosts.cluster",
         "Show the clusters of a federation, or switch one: baton cluster list, drain NAME, undrain NAME, secret.",
     ),
-    "nats-env": Listed(
+    "nats-env": Command(
         OPERATE, "deploy.cli.operate", 'Print what the `nats` command needs: eval "$(baton nats-env)"; nats micro ls.'
     ),
-    "bench": Listed(
+    "bench": Command(
         MEASURE,
         "deploy.cli.bench",
         "Measure: baton bench serve|latency|throughput|interference|hops|ring|startup|profile|prefixes|kv|idle|"
         "speculation|perplexity|roofline|kernels|routing|peers|gpu.",
         PASSED_ON,
     ),
-    "simulate": Listed(
+    "simulate": Command(
         MEASURE,
         "deploy.cli.sizing.simulate",
         "Simulate a fleet under load: the real coordinator and schedulers on a virtual clock, with simulated devices.",
     ),
-    "tune": Listed(
+    "tune": Command(
         MEASURE,
         "deploy.cli.sizing.tune",
         "Find the settings that serve a load best: trials on the simulator, or on real stacks.",
     ),
-    "chaos": Listed(
+    "chaos": Command(
         MEASURE,
         "deploy.cli.chaos",
         "Take a stack of this command's own apart under load, fault by fault, and check that no stream is lost or "
         "altered.",
     ),
-    "record": Listed(DEBUG, "deploy.cli.journals", "Record the messages on the bus in a journal; Ctrl-C ends it."),
-    "replay": Listed(
+    "record": Command(DEBUG, "deploy.cli.journals", "Record the messages on the bus in a journal; Ctrl-C ends it."),
+    "replay": Command(
         DEBUG,
         "deploy.cli.journals",
         "Repeat the decisions of a scheduler from its journal; a difference is shown and ends with status 1.",
     ),
-    "version": Listed(DEBUG, "deploy.cli.doctor", "Show the versions of Baton, Python and the libraries."),
+    "version": Command(DEBUG, "deploy.cli.doctor", "Show the versions of Baton, Python and the libraries."),
 }
 
 

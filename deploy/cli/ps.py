@@ -72,7 +72,7 @@ def _described(state: StackState, rows: list[dict[str, Any]], *, supervised: boo
     }
 
 
-class HeardStack(NamedTuple):
+class StackSnapshot(NamedTuple):
     """What was heard on the bus in a short while."""
 
     lifecycles: LatestLifecycles
@@ -92,7 +92,7 @@ async def latest_lifecycles(state: StackState) -> LatestLifecycles:
     return (await _heard(state)).lifecycles
 
 
-async def _heard(state: StackState) -> HeardStack:
+async def _heard(state: StackState) -> StackSnapshot:
     lifecycles: dict[str, Lifecycle] = {}
     hosts: dict[str, str] = {}
     started = [member.member().process for member in state.members if member.pid is not None]
@@ -117,10 +117,10 @@ async def _heard(state: StackState) -> HeardStack:
             if state.spec.cluster is not None:
                 await asyncio.sleep(HOSTS_SECONDS)
             await complete.wait()
-    return HeardStack(lifecycles, hosts)
+    return StackSnapshot(lifecycles, hosts)
 
 
-def _rows_elsewhere(state: StackState, heard: HeardStack) -> Iterator[dict[str, Any]]:
+def _rows_elsewhere(state: StackState, heard: StackSnapshot) -> Iterator[dict[str, Any]]:
     """Processes of other hosts, as far as they say themselves."""
     own = {member.instance for member in state.members}
     for instance, host in heard.hosts.items():
@@ -149,7 +149,7 @@ def _said(life: Lifecycle | None, block_size: int | None) -> dict[str, Any]:
     }
 
 
-def _row(member: MemberRecord, heard: HeardStack) -> dict[str, Any]:
+def _row(member: MemberRecord, heard: StackSnapshot) -> dict[str, Any]:
     life = heard.lifecycles.get(member.instance)
     if life is not None and life.pid != member.pid:
         life = None
@@ -165,7 +165,7 @@ def _row(member: MemberRecord, heard: HeardStack) -> dict[str, Any]:
     }
 
 
-def _hosted_rows(member: MemberRecord, heard: HeardStack) -> Iterator[dict[str, Any]]:
+def _hosted_rows(member: MemberRecord, heard: StackSnapshot) -> Iterator[dict[str, Any]]:
     """The other actors of its process."""
     for hosted in member.member().process.hosted:
         row = _row(msgspec.structs.replace(member, service=hosted.service, instance=hosted.instance), heard)
@@ -178,7 +178,7 @@ def _failure(member: MemberRecord) -> dict[str, Any]:
 
 def is_failed(member: MemberRecord, life: Lifecycle | None) -> bool:
     """Whether it keeps dying, and is not ready just now."""
-    return member.failed and (life is None or not (life.phase == "ready" or life.stands_by))
+    return member.failed and (life is None or not (life.phase == "ready" or life.is_standby))
 
 
 def failure_sentence(instance: str, failure: Mapping[str, Any]) -> str:

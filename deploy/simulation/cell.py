@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple, Protocol
 
 from deploy.simulation.engine import (
-    EngineNews,
+    EngineEvent,
     EngineTotals,
     HandedRequest,
     NodeCall,
@@ -66,7 +66,7 @@ class CellState(NamedTuple):
 
     next_at: float
     """When something happens in it next by itself; infinity for never."""
-    news: list[EngineNews]
+    news: list[EngineEvent]
     """What is to be heard of its engines, in no order."""
 
 
@@ -99,7 +99,7 @@ class EngineCell:
         self._kit = kit
         self.engines: dict[int, VirtualEngine] = {}
         self._store = SimulatedStore(kit.store_memory, kit.copier.block_bytes) if kit.store_memory else None
-        self._news: list[EngineNews] = []
+        self._news: list[EngineEvent] = []
         self._told = 0
         self._kv_due = inf
         """When the store publishes which blocks have changed; infinity while none has."""
@@ -169,7 +169,7 @@ class EngineCell:
 
     def _tell(self, at: float, message: Lifecycle | KvEvents) -> None:
         self._told += 1
-        self._news.append(EngineNews(at, STORE_NUMBER, self._told, message))
+        self._news.append(EngineEvent(at, STORE_NUMBER, self._told, message))
 
     def finish(self) -> CellState:
         """As `Cell` has it."""

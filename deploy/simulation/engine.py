@@ -89,7 +89,7 @@ class NodeCall(NamedTuple):
     """Of the request that is handed over."""
 
 
-class EngineNews(NamedTuple):
+class EngineEvent(NamedTuple):
     """Something that others hear of an engine, when they hear it. Sorts alike however engines are grouped."""
 
     at: float
@@ -126,7 +126,7 @@ class VirtualEngine:
         self.id = engine_id(number)
         self.records: list[RequestRecord] = []
         """Of the requests that have ended."""
-        self.news: list[EngineNews] = []
+        self.news: list[EngineEvent] = []
         """To be taken by whoever simulates it."""
         self._number = number
         self._hops = kit.hops
@@ -447,7 +447,7 @@ class VirtualEngine:
 
     def _tell(self, at: float, message: Lifecycle | KvEvents | PullPrefills | AnswerComplete | EngineStopped) -> None:
         self._sent += 1
-        self.news.append(EngineNews(at, self._number, self._sent, message))
+        self.news.append(EngineEvent(at, self._number, self._sent, message))
 
     def _at(self, when: float, what: _CoreEvent | GenerateRequest | HandedRequest | _Timer) -> None:
         self._scheduled += 1

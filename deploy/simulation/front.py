@@ -10,7 +10,7 @@ from math import inf
 from typing import Protocol
 
 from deploy.simulation.cell import CellOrder, DeliverRequest
-from deploy.simulation.engine import AnswerComplete, EngineNews, EngineStopped, number_of
+from deploy.simulation.engine import AnswerComplete, EngineEvent, EngineStopped, number_of
 from deploy.simulation.fleet import SimulatedFleet
 from deploy.simulation.hops import HopDelays
 from deploy.simulation.kit import SimulationError
@@ -83,7 +83,7 @@ class RequestFront:
         self._open: dict[RequestId, SentRequest] = {}
         self._arrivals: list[tuple[float, int, SimRequest]] = []
         """By the time at which they come to the coordinator."""
-        self._news: list[EngineNews] = []
+        self._news: list[EngineEvent] = []
         self._tick_at = 0.0
         self._decide_at = self.fleet.policy.interval
         self._send_first()
@@ -114,7 +114,7 @@ class RequestFront:
         clients = self._concurrency is not None and self._open
         return bool(self._arrivals or self._waits or clients)
 
-    def hear(self, news: list[EngineNews]) -> None:
+    def hear(self, news: list[EngineEvent]) -> None:
         """What is on its way from engines."""
         for each in news:
             heappush(self._news, each)
@@ -176,7 +176,7 @@ class RequestFront:
         now, self._decide_at = self._decide_at, self._decide_at + self.fleet.policy.interval
         self.orders += self.fleet.decide(self.coordinator, self._model, now, now + self._hops.place)
 
-    def _take_news(self, news: EngineNews) -> None:
+    def _take_news(self, news: EngineEvent) -> None:
         match news.message:
             case Lifecycle():
                 self._act(self.coordinator.lifecycle(news.message, _moment(news.at)), news.at)

@@ -26,7 +26,7 @@ QUESTION, FIGURES, FAILURE = "question", "figures", "failure"
 """What is kept with a study, and with each of its trials."""
 
 
-class OtherQuestion(Exception):
+class StudyMismatch(Exception):
     """The folder has the trials of a study that asked something else."""
 
 
@@ -35,7 +35,7 @@ class Study:
 
     def __init__(self, file: Path, space: SearchSpace, question: Mapping[str, Any], *, trials: int, seed: int) -> None:
         """`question`: all that the trials have in common; a study of another one is not gone on with: raises
-        OtherQuestion. `trials`: how many there are to be in all."""
+        StudyMismatch. `trials`: how many there are to be in all."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._space, self._trials = space, trials
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ class Study:
         )
         asked = msgspec.json.encode(question, order="sorted").decode()
         if self._study.user_attrs.setdefault(QUESTION, asked) != asked:
-            raise OtherQuestion(f"{file.parent}: has the trials of another question; choose another folder")
+            raise StudyMismatch(f"{file.parent}: has the trials of another question; choose another folder")
         self._study.set_user_attr(QUESTION, asked)
         # Where a study goes on, its first trials' random numbers are not drawn again.
         self._study.sampler = TPESampler(seed=seed + len(self.finished()), n_startup_trials=max(5, trials // 4))

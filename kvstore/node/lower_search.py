@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
-from kvstore.node.landing_room import LandingRoom
+from kvstore.node.incoming_slots import IncomingSlots
 from kvstore.node.node_store import MAX_BLOCKS, NodeStore
 from kvstore.node.packed_slots import split_whole_hashes
 from kvstore.tiers.interface import LowerTier, PeerStores
@@ -136,7 +136,7 @@ class LowerTierSearch:
 
         async def fetch(missing: Sequence[BlockHash]) -> None:
             while missing:
-                with LandingRoom(self._store, layout) as room:
+                with IncomingSlots(self._store, layout) as room:
                     blocks = peers.fetch(source, BlockRequest(layout, missing, PREFETCH_PATIENCE), shape, room)
                     self._store.count_prefetched(await self._land("peer", room, len(missing), blocks))
                 before, missing = len(missing), self._store.missing(layout, missing)
@@ -205,7 +205,7 @@ class LowerTierSearch:
             share = TIER_SHARE if after or source is not None else 1.0
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline.after(_now(), share).at):
-                    with LandingRoom(self._store, layout) as room:
+                    with IncomingSlots(self._store, layout) as room:
                         blocks = tier.fetch(layout, missing, arena.shape)
                         await self._land(tier.name, room, len(missing), blocks)
             missing = self._store.missing(layout, missing)
@@ -218,12 +218,12 @@ class LowerTierSearch:
             ):
                 metrics.TIER_FAILED.labels("peer", "slower").inc()
                 return
-            with LandingRoom(self._store, layout) as room:
+            with IncomingSlots(self._store, layout) as room:
                 blocks = self._peers.fetch(source, BlockRequest(layout, missing), arena.shape, room)
                 await self._land("peer", room, len(missing), blocks)
 
     async def _land(
-        self, tier: str, room: LandingRoom, missing: int, blocks: AsyncGenerator[InFlightBlock, None]
+        self, tier: str, room: IncomingSlots, missing: int, blocks: AsyncGenerator[InFlightBlock, None]
     ) -> int:
         """Puts what comes into the arena, until it is full; returns how many blocks."""
         landed = 0

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, pack_block, unpack_block
-from kvstore.transfer.interface import BlockRequest, BlockRoom
+from kvstore.transfer.interface import BlockDestination, BlockRequest
 from kvstore.transfer.link_rates import LinkRate
 from shared.blocks import BlockHash
 from shared.ids import NodeId
@@ -78,7 +78,7 @@ class PeerStores(Protocol):
         """Runs in the background until cancelled; see `LowerTier.run`."""
 
     def fetch(
-        self, source: NodeId, request: BlockRequest, shape: BlockShape, room: BlockRoom
+        self, source: NodeId, request: BlockRequest, shape: BlockShape, room: BlockDestination
     ) -> AsyncGenerator[InFlightBlock, None]:
         """Yields blocks from the store of node `source`; see `BlockTransport.fetch`. One that cannot be reached is a
         miss."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
-from kvstore.transfer.interface import BlockLender, BlockRequest, BlockRoom, BlockTransport, PeerUnreachable
+from kvstore.transfer.interface import BlockDestination, BlockLender, BlockRequest, BlockTransport, PeerUnreachable
 from kvstore.transfer.link_rates import LinkRate
 from shared.addresses import host_and_port
 from shared.ids import NodeId
@@ -81,7 +81,7 @@ class PeerNodes:
         )
 
     async def fetch(
-        self, source: NodeId, request: BlockRequest, shape: BlockShape, room: BlockRoom
+        self, source: NodeId, request: BlockRequest, shape: BlockShape, room: BlockDestination
     ) -> AsyncGenerator[InFlightBlock, None]:
         """Yields blocks from another node's store, by the first transport that reaches it; see `PeerStores.fetch`."""
         why = "unknown"

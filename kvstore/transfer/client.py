@@ -13,7 +13,7 @@ import grpc
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound
-from kvstore.transfer.interface import BlockRequest, Spoiled
+from kvstore.transfer.interface import BlockRequest, CorruptData
 from kvstore.transfer.lending import TIER
 from kvstore.transfer.link_rates import LinkRates
 from kvstore.transfer.rpc import CHANNEL_OPTIONS, TRANSPORT, channel_credentials, fetch_call
@@ -63,7 +63,7 @@ class TransferClient:
                 metrics.TIER_BYTES_IN.labels(TIER).inc(len(block.payload))
                 metrics.TRANSFER_BYTES.labels(TRANSPORT, "in").inc(len(block.payload))
                 yield block
-        except Spoiled as error:
+        except CorruptData as error:
             metrics.TIER_SPOILED.labels(TIER).inc()
             log.warning("blocks from another node with wrong checksums", extra={"store": address, "error": str(error)})
         except grpc.aio.AioRpcError as error:
@@ -94,7 +94,7 @@ class TransferClient:
 async def _blocks(
     call: Any, hashes: Sequence[BlockHash], shape: BlockShape
 ) -> AsyncGenerator[tuple[InFlightBlock, bool], None]:
-    """Puts chunks together to blocks, each with whether its sender waited for it. Raises Spoiled, and what gRPC
+    """Puts chunks together to blocks, each with whether its sender waited for it. Raises CorruptData, and what gRPC
     raises."""
     for name in hashes:
         first = await call.read()
@@ -103,20 +103,20 @@ async def _blocks(
         payload = await _payload(call, first, shape)
         block = _block(first.begins, payload)
         if block.hash != name:
-            raise Spoiled(f"{block.hash.hex()} came for {name.hex()}")
+            raise CorruptData(f"{block.hash.hex()} came for {name.hex()}")
         if not is_sound(block, shape):
-            raise Spoiled(f"checksums of {name.hex()}")
+            raise CorruptData(f"checksums of {name.hex()}")
         yield block, first.begins.waited
 
 
 async def _payload(call: Any, first: Chunk, shape: BlockShape) -> bytearray:
     if not first.HasField("begins"):
-        raise Spoiled("a payload without a block")
+        raise CorruptData("a payload without a block")
     payload = bytearray(first.payload)
     while len(payload) < shape.payload_bytes:
         chunk = await call.read()
         if chunk is grpc.aio.EOF or chunk.HasField("begins") or not chunk.payload:
-            raise Spoiled(f"a block of {len(payload)} bytes, {shape.payload_bytes} expected")
+            raise CorruptData(f"a block of {len(payload)} bytes, {shape.payload_bytes} expected")
         payload += chunk.payload
     return payload
 

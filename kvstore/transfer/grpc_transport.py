@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
 from kvstore.transfer.client import TransferClient
-from kvstore.transfer.interface import BlockLender, BlockRequest, BlockRoom
+from kvstore.transfer.interface import BlockDestination, BlockLender, BlockRequest
 from kvstore.transfer.lending import BlockLending
 from kvstore.transfer.link_rates import LinkRate
 from kvstore.transfer.server import TransferServer
@@ -36,7 +36,7 @@ class GrpcTransport:
                 await self._server.stop()
 
     def fetch(
-        self, address: str, request: BlockRequest, shape: BlockShape, room: BlockRoom
+        self, address: str, request: BlockRequest, shape: BlockShape, room: BlockDestination
     ) -> AsyncGenerator[InFlightBlock, None]:
         """Yields blocks from another node's store; see `BlockTransport.fetch`. They come in memory of gRPC's, so that
         `room` is not used."""

@@ -52,7 +52,7 @@ class BlockLender(Protocol):
         if too many are waited for."""
 
 
-class BlockRoom(Protocol):
+class BlockDestination(Protocol):
     """What a transport may use of the store that the blocks of one fetch come to: slots to receive into."""
 
     seconds: float
@@ -71,7 +71,7 @@ class PeerUnreachable(Exception):
     """No connection by this transport, at least for now; nothing was sent, so another one may be tried."""
 
 
-class Spoiled(Exception):
+class CorruptData(Exception):
     """The received data is not what was requested; the text says why."""
 
 
@@ -85,7 +85,7 @@ class BlockTransport(Protocol):
         """Until cancelled; then closes the connections and stops serving."""
 
     def fetch(
-        self, address: str, request: BlockRequest, shape: BlockShape, room: BlockRoom
+        self, address: str, request: BlockRequest, shape: BlockShape, room: BlockDestination
     ) -> AsyncGenerator[InFlightBlock, None]:
         """Yields what the store at `address` ("host:port") sends of `request`, in order, each block verified by its
         checksums. A payload may be the very memory that `room` gave. What does not come is a miss that is counted here.

@@ -16,7 +16,7 @@ from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound
 from kvstore.core.layout import CHECKSUM
 from kvstore.transfer.frames import BadFrame, BlocksFollow, FetchBlocks, FetchEnd, encode_frame
-from kvstore.transfer.interface import BlockName, BlockRequest, BlockRoom, PeerUnreachable, Spoiled
+from kvstore.transfer.interface import BlockDestination, BlockName, BlockRequest, CorruptData, PeerUnreachable
 from kvstore.transfer.lending import TIER
 from kvstore.transfer.link_rates import LinkRates
 from kvstore.transfer.tcp_connection import STALL_SECONDS, Disconnected, TcpConnection
@@ -78,7 +78,7 @@ class TcpClient:
             self._threads.shutdown(wait=False)
 
     async def fetch(
-        self, address: str, request: BlockRequest, shape: BlockShape, room: BlockRoom
+        self, address: str, request: BlockRequest, shape: BlockShape, room: BlockDestination
     ) -> AsyncGenerator[InFlightBlock, None]:
         """See `BlockTransport.fetch`. The payload of what is yielded lies in `room`."""
         if self.fetching >= MAX_FETCHES:
@@ -100,7 +100,7 @@ class TcpClient:
                 self._record_failure(address, error)
                 raise PeerUnreachable(f"{address}: {error}") from None
             metrics.TIER_FAILED.labels(TIER, "unavailable").inc()
-        except Spoiled as error:
+        except CorruptData as error:
             metrics.TIER_SPOILED.labels(TIER).inc()
             log.warning("blocks from another node refused", extra={"store": address, "error": str(error)})
         except _Refused as refused:
@@ -117,10 +117,10 @@ class TcpClient:
                 connection.close()
 
     async def _fetch(
-        self, connection: TcpConnection, address: str, request: BlockRequest, shape: BlockShape, room: BlockRoom
+        self, connection: TcpConnection, address: str, request: BlockRequest, shape: BlockShape, room: BlockDestination
     ) -> AsyncGenerator[InFlightBlock, None]:
-        """Ends when the sender has said that it is through. Raises BadFrame, Spoiled, _Refused, _NoRoom, Disconnected
-        and OSError."""
+        """Ends when the sender has said that it is through. Raises BadFrame, CorruptData, _Refused, _NoRoom,
+        Disconnected and OSError."""
         asked = FetchBlocks(layout=request.layout, hashes=b"".join(request.hashes), patience=request.patience)
         since, first, left = time.monotonic(), True, request.hashes
         await connection.write(encode_frame(asked))
@@ -149,7 +149,7 @@ class TcpClient:
             for block in blocks[:sound]:
                 yield block
             if sound < len(blocks):
-                raise Spoiled(f"checksums of {blocks[sound].hash.hex()}")
+                raise CorruptData(f"checksums of {blocks[sound].hash.hex()}")
             if len(blocks) < len(frame.blocks):
                 raise _NoRoom
             left = left[len(blocks) :]
@@ -261,20 +261,20 @@ async def _opened(address: str, threads: ThreadPoolExecutor) -> TcpConnection:
 
 
 def _check(frame: BlocksFollow, left: Sequence[BlockHash], shape: BlockShape) -> None:
-    """Raises Spoiled where these are not the next blocks of the run."""
+    """Raises CorruptData where these are not the next blocks of the run."""
     if frame.payload_bytes != shape.payload_bytes:
-        raise Spoiled(f"blocks of {frame.payload_bytes} bytes, {shape.payload_bytes} expected")
+        raise CorruptData(f"blocks of {frame.payload_bytes} bytes, {shape.payload_bytes} expected")
     if len(frame.blocks) > len(left):
-        raise Spoiled(f"{len(frame.blocks)} blocks, {len(left)} are left")
+        raise CorruptData(f"{len(frame.blocks)} blocks, {len(left)} are left")
     for head, name in zip(frame.blocks, left, strict=False):
         if head.hash != name:
-            raise Spoiled(f"{head.hash.hex()} came for {name.hex()}")
+            raise CorruptData(f"{head.hash.hex()} came for {name.hex()}")
         if len(head.checksums) != shape.cells * CHECKSUM.size:
-            raise Spoiled(f"{len(head.checksums)} bytes of checksums for {shape.cells} cells")
+            raise CorruptData(f"{len(head.checksums)} bytes of checksums for {shape.cells} cells")
 
 
 async def _received(
-    connection: TcpConnection, frame: BlocksFollow, shape: BlockShape, room: BlockRoom
+    connection: TcpConnection, frame: BlocksFollow, shape: BlockShape, room: BlockDestination
 ) -> tuple[list[InFlightBlock], int]:
     """The leading blocks of the frame for which there is room, in it; and how many of them, from the first on, have the
     right checksums."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock
-from kvstore.transfer.interface import BlockLender, BlockRequest, BlockRoom
+from kvstore.transfer.interface import BlockDestination, BlockLender, BlockRequest
 from kvstore.transfer.lending import BlockLending
 from kvstore.transfer.link_rates import LinkRate
 from kvstore.transfer.tcp_client import TcpClient
@@ -34,7 +34,7 @@ class TcpTransport:
             tasks.create_task(self._client.run())
 
     def fetch(
-        self, address: str, request: BlockRequest, shape: BlockShape, room: BlockRoom
+        self, address: str, request: BlockRequest, shape: BlockShape, room: BlockDestination
     ) -> AsyncGenerator[InFlightBlock, None]:
         """Yields blocks from another node's store; see `BlockTransport.fetch`."""
         return self._client.fetch(address, request, shape, room)

@@ -135,7 +135,7 @@ class BenchedStack:
         """Has one more engine, waits for its first token, and stops it again. `standby`: once one stands by, which is
         what scaling takes then. Raises BenchError."""
         if standby:
-            await self._until(lambda: any(life.stands_by for life in self._processes.lives.values()))
+            await self._until(lambda: any(life.is_standby for life in self._processes.lives.values()))
         schedulers = [life for life in self._processes.lives.values() if life.service == "scheduler"]
         engines = [life.instance for life in schedulers if not life.standby]
         for engine in engines:

@@ -14,7 +14,7 @@ from services.coordinator import admin, metrics
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import AccuseEngine, Action, CancelOnEngine, Moment, NotifyGateway, PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.engine_paces import MEDIAN_PACE, Pace
+from services.coordinator.core.engine_slowdowns import NO_SLOWDOWN, Slowdown
 from services.coordinator.core.fleet_heartbeat import FleetHeartbeat
 from services.coordinator.prefix_tree import PrefixNode, PrefixTree
 from shared import topics
@@ -55,7 +55,7 @@ class CoordinatorActor(Actor):
         self._heartbeat = FleetHeartbeat(config.lifecycle_budget, config.kv_event_budget)
         self._totals = PublishedTotals()
         self._ejected: frozenset[InstanceId] = frozenset()
-        self._paces: dict[InstanceId, Pace] = {}
+        self._slowdowns: dict[InstanceId, Slowdown] = {}
         """As it was last logged."""
         self._prefixes = PrefixTree(config.block_size)
         self._admin = admin.Admin(bus, self.core.fleet.registry, config.scale_timeout, self._prefix_nodes)
@@ -139,15 +139,15 @@ class CoordinatorActor(Actor):
 
     def _follow_paces(self) -> None:
         """Shows and logs which engines are slower or quicker than most."""
-        paces = self.core.fleet.paces
-        if paces == self._paces:
+        slowdowns = self.core.fleet.slowdowns
+        if slowdowns == self._slowdowns:
             return
-        for engine in sorted(paces.keys() | self._paces.keys()):
-            pace = paces.get(engine, MEDIAN_PACE)
-            if pace != self._paces.get(engine, MEDIAN_PACE):
-                log.info("engine's pace", extra={"engine": engine, "prefill": pace.prefill, "decode": pace.decode})
-        self._paces = dict(paces)
-        metrics.show_paces(paces)
+        for engine in sorted(slowdowns.keys() | self._slowdowns.keys()):
+            each = slowdowns.get(engine, NO_SLOWDOWN)
+            if each != self._slowdowns.get(engine, NO_SLOWDOWN):
+                log.info("engine's slowdown", extra={"engine": engine, "prefill": each.prefill, "decode": each.decode})
+        self._slowdowns = dict(slowdowns)
+        metrics.show_slowdowns(slowdowns)
 
     async def on_drain(self) -> None:
         """Gives the queue to another coordinator, where there is one."""

@@ -270,7 +270,7 @@ def _describe(life: Lifecycle, now: float) -> dict[str, Any]:
         "pid": life.pid,
         "host": life.host,
         "phase": life.phase,
-        "standby": life.stands_by,
+        "standby": life.is_standby,
         "load": life.load,
         "uptime": round(max(0.0, now - life.started), 1),
         "progress": life.progress,

@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.coordinator.config import Policy
 from services.coordinator.core.actions import PlaceRequest
-from services.coordinator.core.engine_paces import Pace
+from services.coordinator.core.engine_slowdowns import Slowdown
 from services.coordinator.core.kv_sources import KvSources
 from shared.ids import InstanceId
 from shared.telemetry.metrics import PublishedTotals, service_registry
@@ -101,12 +101,12 @@ def record_placement(action: PlaceRequest, policy: Policy) -> None:
     BLOCKS.labels(policy, "nowhere").inc(action.blocks - reuse.blocks)
 
 
-def show_paces(paces: Mapping[InstanceId, Pace]) -> None:
-    """Publishes the paces of these engines, and no others."""
+def show_slowdowns(slowdowns: Mapping[InstanceId, Slowdown]) -> None:
+    """Publishes the slowdowns of these engines, and no others."""
     PACE.clear()
-    for engine, pace in paces.items():
-        PACE.labels(engine, "prefill").set(pace.prefill)
-        PACE.labels(engine, "decode").set(pace.decode)
+    for engine, slowdown in slowdowns.items():
+        PACE.labels(engine, "prefill").set(slowdown.prefill)
+        PACE.labels(engine, "decode").set(slowdown.decode)
 
 
 def show_index(sources: KvSources, totals: PublishedTotals) -> None:

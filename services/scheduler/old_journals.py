@@ -97,7 +97,7 @@ class JournalNames:
         return name, content
 
 
-class Stepless(JournalNames):
+class JournalVersion10(JournalNames):
     """Version 10: no prompt was judged step by step."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
@@ -112,7 +112,7 @@ class Stepless(JournalNames):
         return name, _encode(output)
 
 
-class RowsInMessages(Stepless):
+class JournalVersion9(JournalVersion10):
     """Version 9: all rows of a prompt were in its messages, in place of its tokens."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
@@ -128,7 +128,7 @@ class RowsInMessages(Stepless):
         return name, _encode(output)
 
 
-class PlainPositions(RowsInMessages):
+class JournalVersion8(JournalVersion9):
     """Version 8: positions of tokens had one axis, and no prompt was kept."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
@@ -152,7 +152,7 @@ def _embeds(output: Any) -> list[list[Any]]:
     return [each for each in found if isinstance(each, list)]
 
 
-class WholePrompts(PlainPositions):
+class JournalVersion7(JournalVersion8):
     """Version 7: embeddings stood in place of all tokens of a prompt, or of none, and no request was traced."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
@@ -171,7 +171,7 @@ class WholePrompts(PlainPositions):
         return name, _encode(output)
 
 
-class TokensOnly(WholePrompts):
+class JournalVersion6(JournalVersion7):
     """Version 6: every prompt was of tokens, and no model had states that were kept."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
@@ -188,7 +188,7 @@ class TokensOnly(WholePrompts):
         return name, _encode(output)
 
 
-class AdapterFree(TokensOnly):
+class JournalVersion5(JournalVersion6):
     """Version 5: nobody had an adapter or a logits processor, and keys were as large as values."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
@@ -210,7 +210,7 @@ class AdapterFree(TokensOnly):
         return name, _encode(output)
 
 
-class Vectorless(AdapterFree):
+class JournalVersion4(JournalVersion5):
     """Version 4: no prompt became a vector."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
@@ -228,7 +228,7 @@ class Vectorless(AdapterFree):
         return name, _encode(output)
 
 
-class UnsizedLayouts(Vectorless):
+class JournalVersion3(JournalVersion4):
     """Version 3: layouts of KV blocks say no block size, as all had 16 tokens."""
 
     def output(self, name: str, content: bytes) -> tuple[str, bytes]:
@@ -241,7 +241,7 @@ class UnsizedLayouts(Vectorless):
         return name, _encode(output)
 
 
-class WholeGrammars(UnsizedLayouts):
+class JournalVersion2(JournalVersion3):
     """Version 2: workers and plans had whole grammars where they have keys today (docs/adr/0020). Owns the grammars
     that were compiled, to put them back into plans."""
 
@@ -270,7 +270,7 @@ class WholeGrammars(UnsizedLayouts):
         return name, _encode(output)
 
 
-class FormerNames(WholeGrammars):
+class JournalVersion1(JournalVersion2):
     """Names of version 1. Owns the trace contexts that its requests came with, to put them back into what follows."""
 
     def __init__(self) -> None:
@@ -336,24 +336,24 @@ def names_of(version: int) -> JournalNames:
     """How a journal of this version spells what today's code knows under other names."""
     match version:
         case 1:
-            return FormerNames()
+            return JournalVersion1()
         case 2:
-            return WholeGrammars()
+            return JournalVersion2()
         case 3:
-            return UnsizedLayouts()
+            return JournalVersion3()
         case 4:
-            return Vectorless()
+            return JournalVersion4()
         case 5:
-            return AdapterFree()
+            return JournalVersion5()
         case 6:
-            return TokensOnly()
+            return JournalVersion6()
         case 7:
-            return WholePrompts()
+            return JournalVersion7()
         case 8:
-            return PlainPositions()
+            return JournalVersion8()
         case 9:
-            return RowsInMessages()
+            return JournalVersion9()
         case 10:
-            return Stepless()
+            return JournalVersion10()
         case _:
             return JournalNames()

@@ -36,7 +36,7 @@ from shared.topics import Topic
 log = logging.getLogger(__name__)
 
 
-class RankOutOfStep(Exception):
+class RankOutOfSync(Exception):
     """A rank of several missed a plan. The others wait for it inside that step, so the engine's ranks start anew."""
 
 
@@ -144,7 +144,7 @@ class WorkerActor(Actor):
     async def _take_plan(self, message: StepPlan) -> None:
         """Has a plan computed after those before it. One that came twice is dropped; for a missing one the scheduler is
         sent `StepMissed`, and sends it again. If it begins a new epoch instead, a rank of several raises
-        RankOutOfStep."""
+        RankOutOfSync."""
         if names_rows(message):
             message = await self._rows.found(message)
         arrival = self._plans.submit(message)
@@ -300,8 +300,8 @@ class WorkerActor(Actor):
         await self.bus.publish(self._results, missed)
 
     def _close_gap(self, gap: StepMissed, plan: StepPlan) -> None:
-        """Behind a gap, a plan has come that can be computed. Raises RankOutOfStep where it is of a new epoch, as other
+        """Behind a gap, a plan has come that can be computed. Raises RankOutOfSync where it is of a new epoch, as other
         ranks may be waiting for this one in the step that it missed."""
         self._gap = None
         if gap.epoch != plan.epoch and self._identity.world_size > 1:
-            raise RankOutOfStep(f"step {gap.expected} of epoch {gap.epoch} never came")
+            raise RankOutOfSync(f"step {gap.expected} of epoch {gap.epoch} never came")

@@ -303,13 +303,13 @@ class ActorRuntime:
     async def _enter(self, phase: Phase) -> None:
         before = self._table.phase
         if self._table.move(phase):
-            stands_by = self._standby and phase == "draining"
+            is_standby = self._standby and phase == "draining"
             for each in (before, "standby"):
                 PHASE.labels(self.actor.service, each).set(0)
-            PHASE.labels(self.actor.service, "standby" if stands_by else phase).set(1)
+            PHASE.labels(self.actor.service, "standby" if is_standby else phase).set(1)
             log.info("phase", extra={"phase": phase})
             await self._publish_lifecycle()
-            if before == "starting" and (phase == "ready" or stands_by):
+            if before == "starting" and (phase == "ready" or is_standby):
                 STARTUP.finish()
 
     async def _tick(self, every: float) -> None:

@@ -422,7 +422,7 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
         return None if report is None else report.model
 
     @property
-    def stands_by(self) -> bool:
+    def is_standby(self) -> bool:
         """Whether it is loaded, and takes no requests although nothing keeps it from that."""
         return self.standby and self.phase == "draining"
 
@@ -431,7 +431,7 @@ class Lifecycle(Struct, frozen=True, array_like=True, kw_only=True):
         """The phase for people: a standby that is loaded says so, and who sleeps."""
         if self.sleep is not None and self.phase == "starting":
             return "asleep"
-        return "standby" if self.stands_by else self.phase
+        return "standby" if self.is_standby else self.phase
 
     @property
     def protocols(self) -> SpokenProtocols:

@@ -58,7 +58,7 @@ def fetched(model: HubModel, patterns: Sequence[str], say: Say | None) -> Path:
         return Path(snapshot_download(repository, revision=model.revision, allow_patterns=wanted))
     say(f"fetching {repository} from the Hugging Face hub: {missing / _MEGABYTE:,.0f} MB")
     began = time.monotonic()
-    with _said_from_time_to_time(repository, missing, say) if not sys.stderr.isatty() else contextlib.nullcontext():
+    with _progress_reported(repository, missing, say) if not sys.stderr.isatty() else contextlib.nullcontext():
         folder = Path(snapshot_download(repository, revision=model.revision, allow_patterns=wanted))
     say(f"{repository}: {missing / _MEGABYTE:,.0f} MB in {time.monotonic() - began:.1f} s")
     return folder
@@ -89,7 +89,7 @@ def _missing_bytes(model: HubModel, patterns: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _said_from_time_to_time(repository: str, missing: int, say: Say) -> Iterator[None]:
+def _progress_reported(repository: str, missing: int, say: Say) -> Iterator[None]:
     """A line every few seconds while the context is open: how much has come."""
     before, ended = _bytes_here(repository), threading.Event()
 

@@ -113,7 +113,7 @@ def join(
     raise_interrupt()
     if token:
         block_size = values.get("block_size") or assigned.get(EVERY_SERVICE, {}).get("block_size")
-        _be_let_in(token, values, where, model_source, gateways=gateways > 0, block_size=block_size)
+        _request_admission(token, values, where, model_source, gateways=gateways > 0, block_size=block_size)
     try:
         host = ClusterFolder(where).membership()
     except NotAMember as error:
@@ -132,7 +132,7 @@ def join(
     run_stack(spec, ready_fd)
 
 
-def _be_let_in(
+def _request_admission(
     text: str,
     values: dict[str, Any],
     run_dir: Path,

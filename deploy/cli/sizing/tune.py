@@ -284,14 +284,14 @@ def _setting(name: str) -> Setting:
 def _study(out: Path, space: SearchSpace, question: Mapping[str, Any], trials: int, seed: int) -> Study:
     """Raises CommandError, also where the libraries are not installed."""
     try:
-        from deploy.tuning.study import OtherQuestion, Study
+        from deploy.tuning.study import Study, StudyMismatch
 
         check_plot(out / PLOT)
     except (ImportError, BenchError):
         raise CommandError("baton tune needs Optuna and matplotlib: pip install 'baton-serve[tune]'") from None
     try:
         return Study(out / "trials.jsonl", space, question, trials=trials, seed=seed)
-    except OtherQuestion as error:
+    except StudyMismatch as error:
         raise CommandError(f"--out {error}", status=2) from None
     except OSError as error:
         raise CommandError(f"--out {out}: {error.strerror}") from None

@@ -14,7 +14,7 @@ from deploy.cli.up.options import Offer, offers
 from deploy.configuration import CONFIGS
 from deploy.errors import CommandError
 from deploy.supervisor.launch import EVERY_SERVICE, SECRETS
-from shared.config import ENVIRONMENT_PREFIX, ConfigError, Given, ServiceConfig, given_settings, near
+from shared.config import ENVIRONMENT_PREFIX, ConfigError, ServiceConfig, SettingValue, given_settings, near
 from shared.settings import settings_of
 
 OTHER_VARIABLES = frozenset(
@@ -46,7 +46,7 @@ def with_sources(
     for offer, service, setting in dealt_out:
         by_hand = assigned.get(service, {}).get(setting.name)
         if by_hand is not None:
-            found[offer.name] = _as_typed(offer, Given(by_hand, "--set"))
+            found[offer.name] = _as_typed(offer, SettingValue(by_hand, "--set"))
         elif typed.get(offer.name) in (None, []) and setting.name in said[service]:
             found[offer.name] = _as_typed(offer, said[service][setting.name])
     return found
@@ -92,7 +92,7 @@ def read_variables() -> frozenset[str]:
     return OTHER_VARIABLES | named | {f"{name}{suffix}".upper() for name in names for suffix in ("", "_file")}
 
 
-def _of_service(service: str, config: Path | None, environment: Mapping[str, str]) -> Mapping[str, Given]:
+def _of_service(service: str, config: Path | None, environment: Mapping[str, str]) -> Mapping[str, SettingValue]:
     """What file and environment say of a service, or of all: EVERY_SERVICE is no name that either could have."""
     kind: type[Struct] = CONFIGS.get(service, ServiceConfig)
     try:
@@ -101,7 +101,7 @@ def _of_service(service: str, config: Path | None, environment: Mapping[str, str
         raise CommandError(str(error), status=2) from None
 
 
-def _as_typed(offer: Offer, given: Given) -> Any:
+def _as_typed(offer: Offer, given: SettingValue) -> Any:
     """The value as the command line would have it; None for `none`."""
     setting = offer.setting
     try:
@@ -115,6 +115,6 @@ def _as_typed(offer: Offer, given: Given) -> Any:
     return ",".join(map(str, given.value)) if isinstance(given.value, list) else str(given.value)
 
 
-def _refusal(name: str, given: Given, error: ValueError) -> CommandError:
+def _refusal(name: str, given: SettingValue, error: ValueError) -> CommandError:
     shown = "***" if name in SECRETS else repr(given.value)
     return CommandError(f"{name} = {shown} (from {given.source}): {error}", status=2)

@@ -154,7 +154,7 @@ class JoinServer:
         try:
             members = self._folder.members()
             refused = join_refusal(request, self._rules, members, self._alive.addresses())
-            refused = refused or await self._way_refusal(request)
+            refused = refused or await self._unreachable_refusal(request)
             if refused is not None:
                 log.warning("host refused", extra={"node": request.node[:64], "reason": str(refused)})
                 return refused
@@ -169,7 +169,7 @@ class JoinServer:
         log.info("host let in", extra={"node": node, "address": request.address})
         return answer if request.gateways else msgspec.structs.replace(answer, api_keys=())
 
-    async def _way_refusal(self, request: JoinRequest) -> JoinRefusal | None:
+    async def _unreachable_refusal(self, request: JoinRequest) -> JoinRefusal | None:
         """Whether the host can be reached where it says that it is."""
         try:
             async with asyncio.timeout(REACHED_IN):

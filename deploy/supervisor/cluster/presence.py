@@ -24,7 +24,7 @@ SILENCE_SECONDS = 5.0
 """Without a report after which a host counts as gone, and may join again. Its engines count as gone much earlier."""
 
 
-class _HeardHost(NamedTuple):
+class _HostRecord(NamedTuple):
     address: str
     incarnation: Incarnation
     seen_at: float
@@ -35,13 +35,13 @@ class HostPresence:
     """Owns which other hosts are there. Time is that of the bus's liveness clock."""
 
     def __init__(self) -> None:
-        self._heard: dict[NodeId, _HeardHost] = {}
+        self._heard: dict[NodeId, _HostRecord] = {}
 
     def record_report(self, report: HostReport, now: float) -> bool:
         """Whether the host has come, or has been started anew."""
         before = self._heard.pop(report.node, None)
         if not report.ending:
-            self._heard[report.node] = _HeardHost(report.address, report.incarnation, now, report.model_port)
+            self._heard[report.node] = _HostRecord(report.address, report.incarnation, now, report.model_port)
         return not report.ending and (before is None or before.incarnation != report.incarnation)
 
     def expire(self, now: float) -> list[NodeId]:

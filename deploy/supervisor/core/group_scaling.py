@@ -56,7 +56,7 @@ def group_specs(pool: Pool, numbers: Sequence[int], counts: Counts) -> list[Proc
     ]
 
 
-def let_go_of_superseded(members: Mapping[InstanceId, SupervisedProcess]) -> None:
+def release_superseded(members: Mapping[InstanceId, SupervisedProcess]) -> None:
     """Engines in whose place others are now ready are wanted no longer."""
     for pool in {(each.process.pool, each.process.model) for each in members.values() if each.superseded}:
         serving = [m for m in members.values() if m.wanted and (m.process.pool, m.process.model) == pool]

@@ -68,7 +68,7 @@ class SupervisedProcess:
             return False
         if any(name not in self.hosted or self.hosted[name].phase != "ready" for _, name, *_ in self.process.hosted):
             return False
-        return self.lifecycle.phase == "ready" or self.lifecycle.stands_by
+        return self.lifecycle.phase == "ready" or self.lifecycle.is_standby
 
     def move(self, state: State) -> None:
         """Changes the state. Raises ValueError for a transition that is not in TRANSITIONS."""

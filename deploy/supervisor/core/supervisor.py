@@ -28,7 +28,7 @@ from deploy.supervisor.core.events import (
     TerminateProcess,
     WorkersReleased,
 )
-from deploy.supervisor.core.group_scaling import let_go_of_superseded
+from deploy.supervisor.core.group_scaling import release_superseded
 from deploy.supervisor.core.members import RestartPolicy, SupervisedProcess
 from deploy.supervisor.core.plan import (
     MAX_COUNT,
@@ -142,7 +142,7 @@ class Supervisor:
         """Takes an event in and answers with everything that is to be done by `now`."""
         commands = list(self._apply(event, now))
         self.settled = self.settled or (self.all_ready and not self.stopping)
-        let_go_of_superseded(self._members)
+        release_superseded(self._members)
         if self.settled and not self.stopping:
             for model, pool, lacking in tuple(self._standbys.missing()):
                 self._scaling.add(pool, model, lacking, now, standby=True)

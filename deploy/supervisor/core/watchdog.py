@@ -87,7 +87,7 @@ class Watchdog:
             steps=steps,
             step_deadline=message.engine.step_deadline if message.engine else 0.0,
             progressed_at=before.progressed_at if before is not None and stands else now,
-            was_ready=message.phase == "ready" or message.stands_by or (before is not None and before.was_ready),
+            was_ready=message.phase == "ready" or message.is_standby or (before is not None and before.was_ready),
             engine=message.worker.engine if message.worker else None,
             patience=KEEP_ALIVES * message.keep_alive,
             wrong=_wrong(message.engine),

@@ -101,7 +101,7 @@ def _forked() -> BlankProcess:
         blank.channel.close()
     _waiting.clear()
     try:
-        _run_as_told(theirs, parent)
+        _run_job(theirs, parent)
     except SystemExit:
         raise
     except BaseException:  # not to be taken for one of the supervisor's, in whose frames this runs
@@ -109,7 +109,7 @@ def _forked() -> BlankProcess:
         raise SystemExit(1) from None
 
 
-def _run_as_told(channel: socket.socket, parent: int) -> NoReturn:
+def _run_job(channel: socket.socket, parent: int) -> NoReturn:
     """What `exec` would do, for a process that is there already."""
     os.setsid()
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) or os.getppid() != parent:

@@ -83,7 +83,7 @@ LAYOUT = "bench"
 
 
 class ArenaRoom:
-    """A `kvstore.transfer.interface.BlockRoom`: the slots of an arena, in order."""
+    """A `kvstore.transfer.interface.BlockDestination`: the slots of an arena, in order."""
 
     seconds = 60.0
 

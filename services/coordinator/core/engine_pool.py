@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from typing import NamedTuple
 
 from services.coordinator.config import CoordinatorConfig
-from services.coordinator.core.engine_paces import MEDIAN_PACE, Pace
+from services.coordinator.core.engine_slowdowns import NO_SLOWDOWN, Slowdown
 from services.coordinator.core.reservations import ReservedWork
 from shared.ids import EngineId, InstanceId, NodeId
 from shared.messages.lifecycle import EngineReport, Lifecycle, Phase, Role
@@ -75,12 +75,12 @@ class EngineLoad(NamedTuple):
     """Blocks that it has yet to compute before it gets to one more request."""
     used: int
     """Blocks of KV memory in use."""
-    pace: Pace
+    slowdown: Slowdown
     """What its work costs beside that of others."""
 
     @classmethod
     def of(
-        cls, life: Lifecycle, report: EngineReport, config: CoordinatorConfig, pace: Pace = MEDIAN_PACE
+        cls, life: Lifecycle, report: EngineReport, config: CoordinatorConfig, slowdown: Slowdown = NO_SLOWDOWN
     ) -> EngineLoad:
         """The engine that sent `life` with this `report` in it."""
         return cls(
@@ -93,7 +93,7 @@ class EngineLoad(NamedTuple):
             fair_room=min(room(report, config.engine_fill), fair_room(report, config.fair_fill)),
             prefill=report.prefill_tokens / report.model.block_size,
             used=report.blocks_total - report.blocks_free,
-            pace=pace,
+            slowdown=slowdown,
         )
 
     def is_like(self, other: EngineLoad) -> bool:
@@ -139,8 +139,8 @@ class Candidate(NamedTuple):
 def blocks_of(candidate: Candidate) -> float:
     """The work of an engine in blocks: those that it has yet to compute, and those that each step reads, as many as the
     median engine would do in the time that they take it."""
-    pace = candidate.engine.pace
-    return pace.prefill * candidate.prefill + pace.decode * candidate.used
+    slowdown = candidate.engine.slowdown
+    return slowdown.prefill * candidate.prefill + slowdown.decode * candidate.used
 
 
 def requests_of(candidate: Candidate) -> float:
@@ -157,14 +157,14 @@ class _Group(NamedTuple):
     """Engines that differ in their work alone."""
 
     node: NodeId | None
-    pace: Pace
+    slowdown: Slowdown
 
 
 class EnginePool:
     """Owns engines that take one more request, in the order of their work, and equals in that of their names.
 
     Kept up to date engine by engine, so that a placement looks at those alone that differ from the rest by what they
-    have cached, and by what a request costs them: of all others of one pace the cheapest is at the front.
+    have cached, and by what a request costs them: of all others with one slowdown the cheapest is at the front.
     """
 
     def __init__(self, work_of: Callable[[Candidate], float], candidates: Iterable[Candidate] = ()) -> None:
@@ -177,13 +177,13 @@ class EnginePool:
         for each in candidates:
             self._members[each.engine.id] = work_of(each), each
             self.requests += each.requests
-        self._orders: dict[Pace, list[tuple[float, EngineId]]] = {}
+        self._orders: dict[Slowdown, list[tuple[float, EngineId]]] = {}
         """Their work and their names, those with the least work first."""
         self._groups: dict[_Group, list[tuple[float, EngineId]]] = {}
         """The same by node."""
         for work, name in sorted((work, name) for name, (work, _) in self._members.items()):
             group = _group_of(self._members[name][1])
-            self._orders.setdefault(group.pace, []).append((work, name))
+            self._orders.setdefault(group.slowdown, []).append((work, name))
             self._groups.setdefault(group, []).append((work, name))
 
     def __len__(self) -> int:
@@ -194,7 +194,7 @@ class EnginePool:
         return (self._members[name][1] for name in sorted(self._members))
 
     def by_work(self) -> Iterator[Candidate]:
-        """Of each pace the one with the least first."""
+        """Of each slowdown the one with the least first."""
         return (self._members[name][1] for order in self._orders.values() for _, name in order)
 
     def get(self, engine: EngineId) -> Candidate | None:
@@ -212,7 +212,7 @@ class EnginePool:
             self.requests -= before[1].requests
         else:
             self.drop(name)
-            insort(self._orders.setdefault(group.pace, []), (work, name))
+            insort(self._orders.setdefault(group.slowdown, []), (work, name))
             insort(self._groups.setdefault(group, []), (work, name))
         self._members[name] = work, candidate
         self.requests += candidate.requests
@@ -223,12 +223,12 @@ class EnginePool:
         if before is not None:
             work, candidate = before
             group = _group_of(candidate)
-            for order in (self._orders[group.pace], self._groups[group]):
+            for order in (self._orders[group.slowdown], self._groups[group]):
                 del order[bisect_left(order, (work, engine))]
             self.requests -= candidate.requests
 
     def least(self, without: Container[EngineId] = ()) -> list[Candidate]:
-        """Of each pace those with the least work, by name, `without` some; none where there are no others."""
+        """Of each slowdown those with the least work, by name, `without` some; none where there are no others."""
         found: list[Candidate] = []
         for order in self._orders.values():
             least: float | None = None
@@ -241,8 +241,8 @@ class EnginePool:
         return found
 
     def least_by_node(self, without: Container[EngineId], is_full: Callable[[Candidate], bool]) -> list[Candidate]:
-        """Of each node and pace those with the least work, up to the first that is not full, `without` some: where all
-        on a node are worth the same unless they are full, and these less, the best of each node is among them."""
+        """Of each node and slowdown those with the least work, up to the first that is not full, `without` some: where
+        all on a node are worth the same unless they are full, and these less, the best of each node is among them."""
         found: list[Candidate] = []
         for order in self._groups.values():
             least: float | None = None
@@ -258,4 +258,4 @@ class EnginePool:
 
 
 def _group_of(candidate: Candidate) -> _Group:
-    return _Group(candidate.node, candidate.engine.pace)
+    return _Group(candidate.node, candidate.engine.slowdown)

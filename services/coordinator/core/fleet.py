@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import Moment, Placement
-from services.coordinator.core.engine_paces import EnginePaces, Pace
 from services.coordinator.core.engine_pool import (
     DECODING,
     PREFILLING,
@@ -20,6 +19,7 @@ from services.coordinator.core.engine_pool import (
     requests_of,
     share,
 )
+from services.coordinator.core.engine_slowdowns import EngineSlowdowns, Slowdown
 from services.coordinator.core.outliers import ACCUSED, UNHEARD, UNHEARD_SECONDS, RatedEngine, choose_ejected
 from services.coordinator.core.reservations import Reservations, ReservedWork
 from shared.ids import DetokenizerId, EngineId, InstanceId, LoraId, ModelName
@@ -94,7 +94,7 @@ class EngineFleet:
         self._unheard: set[InstanceId] = set()
         """Engines that may hang: see `doubt`."""
         self._work_of = {"kv": blocks_of, "least-loaded": requests_of}.get(config.router_policy, nothing_of)
-        self._paces = EnginePaces()
+        self._slowdowns = EngineSlowdowns()
         self._compares = config.router_policy == "kv" and config.router_step_times
         """Whether engines are compared by how long their steps take."""
         self._engines: dict[InstanceId, EngineLoad] = {}
@@ -123,7 +123,7 @@ class EngineFleet:
         gone = self.registry.record_lifecycle(life, at.alive)
         if gone is not None:
             self._reservations.forget(life.instance)
-            self._paces.forget(life.instance)
+            self._slowdowns.forget(life.instance)
         if life.instance in self._unreachable:
             self._unreachable.discard(life.instance)
             self._clear_engine_caches()
@@ -153,7 +153,7 @@ class EngineFleet:
             self._heard.pop(instance, None)
             self._unheard.discard(instance)
             self._engines.pop(instance, None)
-            self._paces.forget(instance)
+            self._slowdowns.forget(instance)
         if silent:
             self._clear_engine_caches()
             self._list_detokenizers()
@@ -256,9 +256,9 @@ class EngineFleet:
         return self._all_ejected
 
     @property
-    def paces(self) -> Mapping[InstanceId, Pace]:
+    def slowdowns(self) -> Mapping[InstanceId, Slowdown]:
         """Those of the engines that are slower or quicker than the median one of their model."""
-        return self._paces.unlike
+        return self._slowdowns.unlike
 
     def keeps(self, kept: KeptPrompt) -> bool:
         """Whether there is the engine, on the node, that a client names as that which keeps its prompt."""
@@ -423,12 +423,12 @@ class EngineFleet:
                 self._clear_engine_caches()
             return
         if self._compares:
-            self._paces.record(instance, alive.engine, now)
-            for changed in self._paces.compare(now):
+            self._slowdowns.record(instance, alive.engine, now)
+            for changed in self._slowdowns.compare(now):
                 if (other := self._engines.get(changed)) is not None:
-                    self._engines[changed] = other._replace(pace=self._paces.of(changed))
+                    self._engines[changed] = other._replace(slowdown=self._slowdowns.of(changed))
                     self._update_pools(changed)
-        load = EngineLoad.of(alive, alive.engine, self._config, self._paces.of(instance))
+        load = EngineLoad.of(alive, alive.engine, self._config, self._slowdowns.of(instance))
         self._engines[instance] = load
         if before is not None and load.is_like(before):
             self._update_pools(instance)

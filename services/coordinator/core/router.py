@@ -3,8 +3,8 @@
 cost = prefill blocks still to compute there (the request's own, and those that wait) + decode blocks in use
 
 as NVIDIA Dynamo's KV router has it; blocks in KV stores, saturation and the hand-over are ours. Blocks are the median
-engine's: where one takes twice as long it has twice the work (`engine_paces`), so that costs are seconds, but for one
-constant.
+engine's: where one takes twice as long it has twice the work (`engine_slowdowns`), so that costs are seconds, but for
+one constant.
 """
 
 from __future__ import annotations
@@ -161,14 +161,14 @@ class Router:
             chosen = equals[self._pick(request, [0.0] * len(equals), purpose)]
             return chosen, self._priced_reuses(request, [chosen])[0]
         bound = self._config.router_saturation * pool.requests / len(pool) + SATURATION_SLACK
-        looked_at = self._to_be_looked_at(request, pool, bound)
+        looked_at = self._candidates_of(request, pool, bound)
         reuses = self._priced_reuses(request, looked_at)
         costs = self._costs(request, pool, looked_at, reuses, bound)
         order = sorted(range(len(costs)), key=lambda index: looked_at[index].engine.id)
         place = order[self._pick(request, [costs[index] for index in order], purpose)]
         return looked_at[place], reuses[place]
 
-    def _to_be_looked_at(self, request: _RoutedRequest, pool: EnginePool, bound: float) -> list[Candidate]:
+    def _candidates_of(self, request: _RoutedRequest, pool: EnginePool, bound: float) -> list[Candidate]:
         """The candidates that hold something of the request, and of the others the least loaded: of each node, where KV
         stores hold something. All of them where each has a chance."""
         if self._draws:
@@ -206,11 +206,11 @@ class Router:
         if candidate.engine.id == request.expected and not full:
             # It computes the same prompt already: that is counted as this request's own reuse, and only once.
             before = max(0.0, before - request.prefix.blocks)
-        worth, pace = reuse.worth(self._config.router_store_discount), candidate.engine.pace
+        worth, slowdown = reuse.worth(self._config.router_store_discount), candidate.engine.slowdown
         lora = request.generation.lora
         if lora is not None and lora not in candidate.engine.report.loras:
             before += LORA_LOAD_BLOCKS
-        return pace.prefill * (before + blocks - worth) + pace.decode * _blocks_after(candidate, blocks, reuse)
+        return slowdown.prefill * (before + blocks - worth) + slowdown.decode * _blocks_after(candidate, blocks, reuse)
 
     def _priced_reuses(self, request: _RoutedRequest, candidates: Sequence[Candidate]) -> list[Reuse]:
         """For each candidate what it need not compute of the request; what is computed sooner than it comes from
@@ -286,9 +286,9 @@ class Router:
         ]
 
     def _hand_over_cost(self, candidate: Candidate, prefill: Candidate, blocks: int, left: int, reuse: Reuse) -> float:
-        pace = candidate.engine.pace
+        slowdown = candidate.engine.slowdown
         way = 0.0 if candidate.node == prefill.node else self._way(candidate, prefill, blocks, left, reuse)
-        return pace.prefill * (candidate.prefill + way) + pace.decode * _blocks_after(candidate, blocks, reuse)
+        return slowdown.prefill * (candidate.prefill + way) + slowdown.decode * _blocks_after(candidate, blocks, reuse)
 
     def _way(self, candidate: Candidate, prefill: Candidate, blocks: int, left: int, reuse: Reuse) -> float:
         """What a prompt's blocks cost on their way to the node that decodes it, in blocks that it would compute. They

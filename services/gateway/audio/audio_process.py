@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from services.gateway.decoding.ffmpeg_errors import said_of
+from services.gateway.decoding.ffmpeg_errors import error_text
 from shared.machine.helper_pipes import confine, write_message
 
 FORMATS = "wav,flac,mp3,ogg,mov,mp4,m4a,matroska,webm,aac"
@@ -73,7 +73,7 @@ def decode_audio(file: bytes, rate: int, window_s: int, max_s: float) -> Iterato
     except _FileRefused as refused:
         yield AudioRefusal(str(refused))
     except Exception as error:  # whatever a decoder raises over what strangers made
-        yield AudioRefusal(f"the file is no sound, or broken ({said_of(error)}); {SHOWN_FORMATS} are allowed")
+        yield AudioRefusal(f"the file is no sound, or broken ({error_text(error)}); {SHOWN_FORMATS} are allowed")
 
 
 class _FileRefused(Exception):

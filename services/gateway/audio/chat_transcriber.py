@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from services.gateway.api.response import ChoiceState, ResponseWriter
 from services.gateway.audio.audio_process import DecodedWindow
-from services.gateway.audio.transcriber import HeardWindow, Pieces, Transcriber
+from services.gateway.audio.transcriber import Pieces, Transcriber, WindowTranscript
 from shared.messages.gateway import Delta
 from shared.messages.generation import PromptEmbeds
 from shared.messages.model_card import SoundModel, TranscriptionChat
@@ -29,14 +29,14 @@ class ChatTranscriber(Transcriber):
     def _windows(self) -> SoundModel:
         return self._sounds
 
-    async def _hear(self, decoded: DecodedWindow, pieces: Pieces) -> HeardWindow:
+    async def _hear(self, decoded: DecodedWindow, pieces: Pieces) -> WindowTranscript:
         rows, language = await self._rows(decoded), self._request.language
         says = self._chat.mark if language is None else ""
         writer = _ShownPieces(pieces, SpokenText(says, behind=decoded.start > 0))
         response = await self._answered(replace(self._generation, prompts=(self.prompt(rows),)), writer)
         writer.finish()
         choice = response.choices[0]
-        return HeardWindow("".join(writer.shown), (), language or "", choice.prompt_tokens, choice.tokens)
+        return WindowTranscript("".join(writer.shown), (), language or "", choice.prompt_tokens, choice.tokens)
 
     def prompt(self, rows: PromptEmbeds) -> ChatPrompt:
         """As the model's own processor asks."""

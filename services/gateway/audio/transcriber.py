@@ -31,7 +31,7 @@ Pieces = asyncio.Queue[str | None]
 """New text of a window; None: there is no more."""
 
 
-class HeardWindow(NamedTuple):
+class WindowTranscript(NamedTuple):
     """What was said in a window."""
 
     text: str
@@ -45,7 +45,7 @@ class HeardWindow(NamedTuple):
 class _Window:
     """One that is on its way: its text as it comes, and what it came to."""
 
-    def __init__(self, work: Callable[[_Window], asyncio.Task[HeardWindow | RequestError]]) -> None:
+    def __init__(self, work: Callable[[_Window], asyncio.Task[WindowTranscript | RequestError]]) -> None:
         self.pieces: Pieces = asyncio.Queue()
         self.outcome = work(self)
         self.outcome.add_done_callback(lambda _: self.pieces.put_nowait(None))
@@ -83,10 +83,10 @@ class Transcriber(ABC):
         return MAX_AT_ONCE
 
     @abstractmethod
-    async def _hear(self, decoded: DecodedWindow, pieces: Pieces) -> HeardWindow:
+    async def _hear(self, decoded: DecodedWindow, pieces: Pieces) -> WindowTranscript:
         """All of a window's text, which goes to `pieces` as it comes. Raises RequestError."""
 
-    async def heard(self, file: bytes) -> AsyncIterator[str | HeardWindow]:
+    async def heard(self, file: bytes) -> AsyncIterator[str | WindowTranscript]:
         """New text in its order, and behind that of each window all of it. Raises RequestError."""
         await self._begin()
         under_way: list[_Window] = []
@@ -118,7 +118,7 @@ class Transcriber(ABC):
     def _start(self, decoded: DecodedWindow) -> _Window:
         return _Window(lambda window: asyncio.create_task(self._outcome(decoded, window.pieces)))
 
-    async def _outcome(self, decoded: DecodedWindow, pieces: Pieces) -> HeardWindow | RequestError:
+    async def _outcome(self, decoded: DecodedWindow, pieces: Pieces) -> WindowTranscript | RequestError:
         """An error is returned, so that it is raised in the windows' order."""
         try:
             return await self._hear(decoded, pieces)

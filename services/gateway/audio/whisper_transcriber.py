@@ -14,7 +14,7 @@ from services.gateway.api.audio.segments import WindowTimes, segments_of
 from services.gateway.api.audio.words import SpokenWord, words_of
 from services.gateway.api.response import ChoiceState, ResponseWriter
 from services.gateway.audio.audio_process import DecodedWindow
-from services.gateway.audio.transcriber import HeardWindow, Pieces, Transcriber
+from services.gateway.audio.transcriber import Pieces, Transcriber, WindowTranscript
 from shared.messages.encoder import EncodeInput, WrittenTokens
 from shared.messages.gateway import Delta, PositionLogprobs
 from shared.messages.generation import PromptEmbeds, SamplingOptions, StopConditions
@@ -66,7 +66,7 @@ class WhisperTranscriber(Transcriber):
     def _at_once(self) -> int:
         return super()._at_once() if self._language else 1
 
-    async def _hear(self, decoded: DecodedWindow, pieces: Pieces) -> HeardWindow:
+    async def _hear(self, decoded: DecodedWindow, pieces: Pieces) -> WindowTranscript:
         request, audio, said = self._request, self._windows, self._said
         rows = await self._rows(decoded)
         no_speech = 0.0
@@ -94,7 +94,7 @@ class WhisperTranscriber(Transcriber):
         if "word" in request.granularities:
             ends = await self._token_ends(decoded, said + words, choice.logprobs)
             spoken = tuple(words_of(choice.logprobs, ends, audio, times, language))
-        return HeardWindow(text, segments, language, choice.prompt_tokens, choice.tokens, spoken)
+        return WindowTranscript(text, segments, language, choice.prompt_tokens, choice.tokens, spoken)
 
     async def _token_ends(
         self, decoded: DecodedWindow, prompt: list[int], drawn: Sequence[PositionLogprobs]

@@ -10,7 +10,7 @@ import msgspec
 
 from services.gateway.console.merge_patch import JsonObject, without_none
 from services.gateway.console.overview import MAX_ENDED_RESPONSES
-from services.gateway.console.stack_view import EndedInstance, HeardDecision, StackView
+from services.gateway.console.stack_view import EndedInstance, ReceivedDecision, StackView
 from shared.ids import GatewayId, InstanceId
 from shared.messages.gateway import GatewayOverview
 from shared.messages.lifecycle import LATENCY_BOUNDS, LatencySums, Lifecycle
@@ -27,7 +27,7 @@ def stack_document(
     figures: Figures,
     models: Sequence[ModelCard],
     overviews: Mapping[GatewayId, GatewayOverview],
-    decisions: Iterable[HeardDecision] = (),
+    decisions: Iterable[ReceivedDecision] = (),
     **more: Any,
 ) -> JsonObject:
     """Returns the whole document; `more`: further fields of it."""

@@ -32,7 +32,7 @@ class EndedInstance(NamedTuple):
     """In Unix seconds."""
 
 
-class HeardDecision(NamedTuple):
+class ReceivedDecision(NamedTuple):
     """What a planner has decided."""
 
     at: float
@@ -62,7 +62,7 @@ class StackView:
         self.ended: dict[InstanceId, EndedInstance] = {}
         self.deaths: Counter[InstanceId] = Counter()
         """How often each was seen to end without having been stopped."""
-        self.decisions: deque[HeardDecision] = deque(maxlen=MAX_DECISIONS)
+        self.decisions: deque[ReceivedDecision] = deque(maxlen=MAX_DECISIONS)
         self.events: deque[StackEvent] = deque(maxlen=MAX_EVENTS)
 
     async def record(self, life: Lifecycle) -> None:
@@ -88,7 +88,7 @@ class StackView:
 
     async def record_decision(self, decision: PlannerDecision) -> None:
         """Takes what a planner says that it has decided."""
-        self.decisions.append(HeardDecision(self._wall(), decision))
+        self.decisions.append(ReceivedDecision(self._wall(), decision))
 
     def look(self) -> Figures:
         """Returns the figures since the former look; notes who has fallen silent."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from services.gateway.decoding.ffmpeg_errors import said_of
+from services.gateway.decoding.ffmpeg_errors import error_text
 from services.gateway.videos.frame_sampling import frame_numbers
 from shared.machine.helper_pipes import confine, write_message
 from shared.messages.model_card import VideoModel
@@ -100,7 +100,7 @@ def decode_video(file: bytes, how: VideoModel) -> Iterator[VideoReply]:
     except _VideoRefused as refused:
         yield VideoRefusal(str(refused))
     except Exception as error:  # whatever a decoder raises over what strangers made
-        yield VideoRefusal(f"the file is no video, or broken ({said_of(error)}); {SHOWN_FORMATS} are allowed")
+        yield VideoRefusal(f"the file is no video, or broken ({error_text(error)}); {SHOWN_FORMATS} are allowed")
 
 
 def _groups(av: Any, file: bytes, how: VideoModel) -> Iterator[VideoReply]:

@@ -25,7 +25,7 @@ ROLES_BY_NAME: Mapping[str, Role] = {"engine": "mixed", "prefill": "prefill", "d
 HOST_NAME = re.compile(r"(?P<host>.+)-(engine|prefill|decode|kvstore)-\d+")
 
 
-class _Heard(NamedTuple):
+class _LifecycleRecord(NamedTuple):
     at: float
     life: Lifecycle
 
@@ -36,7 +36,7 @@ class FleetWatch:
     def __init__(self, measured: ProfileFile | None = None) -> None:
         """`measured`: a profile that somebody has made of such engines."""
         self._measured = measured
-        self._heard: dict[InstanceId, _Heard] = {}
+        self._heard: dict[InstanceId, _LifecycleRecord] = {}
         self._live: dict[Role, LiveProfile] = {}
 
     @property
@@ -51,7 +51,7 @@ class FleetWatch:
         if life.phase in ("stopped", "failed"):
             self._forget(life.instance)
             return
-        self._heard[life.instance] = _Heard(now, life)
+        self._heard[life.instance] = _LifecycleRecord(now, life)
         if life.worker is not None and (engine := self._engine(life.worker.engine)) is not None:
             self._live.setdefault(engine.role, LiveProfile()).record(life.instance, life.worker)
 

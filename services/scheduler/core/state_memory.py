@@ -165,7 +165,7 @@ class StateBlockAllocator(BlockAllocator):
             if sequence.id in self.adopted
         ]
         for copy in told:
-            self._let_go(copy.checkpoint)
+            self._release_place(copy.checkpoint)
         return tuple(told)
 
     def take_checkpoints(self) -> tuple[StateCopy, ...]:
@@ -179,7 +179,7 @@ class StateBlockAllocator(BlockAllocator):
         self._borders.pop(sequence.id, None)
         for places in (self.adopted, self._landing, self._ends):
             if (place := places.pop(sequence.id, None)) is not None:
-                self._let_go(place)
+                self._release_place(place)
 
     def forget_names(self, sequence: Sequence) -> None:
         """See `BlockAllocator.forget_names`; and the checkpoints behind those blocks."""
@@ -318,7 +318,7 @@ class StateBlockAllocator(BlockAllocator):
         for page in range(self._pages):
             del self._index.pages[page_name(page, name)]
 
-    def _let_go(self, place: int) -> None:
+    def _release_place(self, place: int) -> None:
         """Somebody needs it no more; it is free where nobody else does, and it has no name."""
         if place not in self._in_use() and place not in self.place_of.values():
             self.free_places.append(place)

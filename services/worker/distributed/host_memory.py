@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from services.worker.distributed.host_bell import HostBell
+from services.worker.distributed.host_notifier import HostNotifier
 
 _FOLDER = Path("/dev/shm")
 _TOKEN_BYTES = 16
@@ -66,7 +66,7 @@ class HostExchange(Protocol):
         has the same bits as where the others have zeros. Raises RankGone."""
 
     @property
-    def bell(self) -> HostBell:
+    def notifier(self) -> HostNotifier:
         """By which these ranks wake each other."""
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class AgreeOn(Protocol):
         """The `value` of every rank of the stage, by rank; all call it."""
 
 
-class Seat(NamedTuple):
+class StageRank(NamedTuple):
     """A rank's place in its stage."""
 
     rank: int
@@ -103,13 +103,13 @@ class HostMemory:
     So a rank that waits in vain for another one can tell that it is dead, as the end of a connection would tell it.
     """
 
-    def __init__(self, descriptor: int, seat: Seat, patience: timedelta) -> None:
-        self.seat = seat
+    def __init__(self, descriptor: int, stage_rank: StageRank, patience: timedelta) -> None:
+        self.stage_rank = stage_rank
         self.patience = patience
         """How long an exchange may wait for a rank that lives."""
         self._descriptor = descriptor
         self.mapping = mmap.mmap(descriptor, 0)
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, seat.rank)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, stage_rank.rank)
 
     def check(self, rank: int, waiting_since: float) -> None:
         """Raises RankGone if the process of another rank has ended, or has not come for `patience` since a moment of
@@ -128,17 +128,17 @@ class HostMemory:
         os.close(self._descriptor)
 
 
-def share(seat: Seat, size: int, agree_on: AgreeOn, patience: timedelta) -> HostMemory | None:
+def share(stage_rank: StageRank, size: int, agree_on: AgreeOn, patience: timedelta) -> HostMemory | None:
     """`size` bytes that all ranks of the stage have mapped, zero but for the first 64; None where they do not share a
     host, or it has no room. `size` is 0 on a rank that has no use for them, and they are not shared then. All ranks
     call it, and get memory, or none of them. Nothing of it has a name when this returns."""
-    made = _create(size) if seat.rank == 0 and size else None
+    made = _create(size) if stage_rank.rank == 0 and size else None
     try:
         token, name = agree_on(_NO_TOKEN if made is None else made.token + os.fsencode(made.path))[0], b""
         token, name = token[:_TOKEN_BYTES], token[_TOKEN_BYTES:]
         descriptor = _open(Path(os.fsdecode(name)), token) if name and size else None
         # Each rank has its lock before any of the others can ask for it.
-        memory = None if descriptor is None else _mapped(descriptor, seat, patience)
+        memory = None if descriptor is None else _mapped(descriptor, stage_rank, patience)
         everybody = agree_on(b"" if memory is None else b"here")
     finally:
         if made is not None:
@@ -186,9 +186,9 @@ def _open(path: Path, token: bytes) -> int | None:
     return None
 
 
-def _mapped(descriptor: int, seat: Seat, patience: timedelta) -> HostMemory | None:
+def _mapped(descriptor: int, stage_rank: StageRank, patience: timedelta) -> HostMemory | None:
     try:
-        return HostMemory(descriptor, seat, patience)
+        return HostMemory(descriptor, stage_rank, patience)
     except OSError:
         os.close(descriptor)
         return None

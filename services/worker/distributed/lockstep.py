@@ -4,7 +4,7 @@ The engines of a group have a scheduler and a KV cache each, and spread the expe
 ranks. So the ranks meet in every layer that is a mixture, and a step is computed by all of them or by none. A rank
 whose engine has a plan *calls* the next step; those without compute it too, as far as it needs their experts (vLLM
 calls that a dummy batch, and a run of such steps a wave). While nobody calls, nobody computes, and all wait for the
-bell.
+notifier.
 
 Steps have numbers, and every rank computes each in turn; at its begin all say how many rows they bring. That is all
 that engines have to agree on. The ranks of *one* engine meet elsewhere too, where attention is split over them: they
@@ -24,10 +24,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from services.worker.distributed.host_bell import HostBell
+from services.worker.distributed.host_notifier import HostNotifier
 
 LOOK_EVERY = 1.0
-"""Seconds after which a rank looks again without being rung for. A ring is never lost; this is for what may be wrong
+"""Seconds after which a rank looks again without a notification. None is ever lost; this is for what may be wrong
 all the same."""
 _WORD = 1 << 32
 
@@ -89,7 +89,7 @@ class AgreeOnRows(Protocol):
         """The sums of every rank's `numbers`; returns when all have called it. Raises RankGone."""
 
 
-class StepsApart(Exception):
+class StepsOutOfSync(Exception):
     """A rank brings other rows to a step than its engine's first rank, so that they compute different plans. The text
     says how many."""
 
@@ -97,9 +97,9 @@ class StepsApart(Exception):
 class Lockstep:
     """Owns how many plans and steps this rank has begun. Used by the thread that computes; `stir` by any."""
 
-    def __init__(self, place: GroupTopology, bell: HostBell, agree: AgreeOnRows) -> None:
+    def __init__(self, place: GroupTopology, notifier: HostNotifier, agree: AgreeOnRows) -> None:
         self.place = place
-        self._bell = bell
+        self._notifier = notifier
         self._agree = agree
         self._plans = self._steps = 0
         self.latest: LatestStep | None = None
@@ -111,32 +111,32 @@ class Lockstep:
         """Returns when this rank's next plan has `arrived` and may be begun, as it then is. Until then it computes the
         steps that others call. Raises what computing them raises."""
         while True:
-            seen = self._bell.state()
+            seen = self._notifier.state()
             if self._may_begin(arrived):
                 break
             if self._is_called(seen.called):
                 compute_for_others()
             else:
-                self._bell.wait(seen.changes, LOOK_EVERY)
+                self._notifier.wait(seen.changes, LOOK_EVERY)
         self._plans += 1
         if self.place.leads and self.place.tp > 1:
             self._show()
-            self._bell.ring()
+            self._notifier.notify()
 
     def stir(self) -> None:
         """A plan may have arrived."""
-        self._bell.ring()
+        self._notifier.notify()
 
     def begin(self, rows: int, last: int) -> StepRows:
         """The next step, to which this engine brings so many rows; 0 of both: it is the others'. Returns when all have
-        come. Raises RankGone, StepsApart."""
+        come. Raises RankGone, StepsOutOfSync."""
         self._steps = (self._steps + 1) % _WORD
         place = self.place
         if place.leads:
             if place.tp > 1:
                 self._show()
             if rows or place.tp > 1:
-                self._bell.ring(self._steps if rows else None)
+                self._notifier.notify(self._steps if rows else None)
         numbers = [0] * (2 * place.engines)
         if place.leads:
             numbers[2 * place.engine : 2 * place.engine + 2] = rows, last
@@ -144,7 +144,9 @@ class Lockstep:
         step = StepRows(tuple(sums[::2]), tuple(sums[1::2]))
         if (step.rows[place.engine], step.last[place.engine]) != (rows, last):
             known = step.rows[place.engine]
-            raise StepsApart(f"rank {place.rank} has {rows} rows in the group's step {self._steps}, the first {known}")
+            raise StepsOutOfSync(
+                f"rank {place.rank} has {rows} rows in the group's step {self._steps}, the first {known}"
+            )
         self.latest = LatestStep(sum(step.rows), time.perf_counter())
         self.steps_of_others += not rows
         return step
@@ -162,10 +164,10 @@ class Lockstep:
         return plans == self._plans % _WORD and steps != self._steps
 
     def _show(self) -> None:
-        self._bell.show(self._plans % _WORD * _WORD + self._steps)
+        self._notifier.show(self._plans % _WORD * _WORD + self._steps)
 
     def _shown(self) -> tuple[int, int]:
-        return divmod(self._bell.shown_by(self.place.first), _WORD)
+        return divmod(self._notifier.shown_by(self.place.first), _WORD)
 
 
 class LockstepMember:
@@ -174,11 +176,11 @@ class LockstepMember:
     lockstep: Lockstep
 
     def compute_step_of_others(self) -> None:
-        """A step of the group without rows of this engine. Raises RankGone, StepsApart."""
+        """A step of the group without rows of this engine. Raises RankGone, StepsOutOfSync."""
         raise NotImplementedError
 
     def until_plan(self, arrived: Callable[[], bool]) -> None:
-        """See `GroupMember.until_plan`. Raises RankGone, StepsApart."""
+        """See `GroupMember.until_plan`. Raises RankGone, StepsOutOfSync."""
         self.lockstep.until_plan(arrived, self.compute_step_of_others)
 
     def stir(self) -> None:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distr
 
 from services.worker.distributed.all2all import All2AllBackend
 from services.worker.distributed.communicator import Communicator, SingleRank
-from services.worker.distributed.host_memory import HostExchange, Seat, SharedExchange, share
+from services.worker.distributed.host_memory import HostExchange, SharedExchange, StageRank, share
 from services.worker.distributed.lockstep import GroupTopology, Lockstep
 from services.worker.distributed.row_exchange import RowExchange, row_exchange
 
@@ -142,7 +142,7 @@ def _exchange_on_host(
         return said
 
     size = 0 if shared is None else shared.memory_bytes
-    memory = share(Seat(place.in_stage, place.stage_size), size, agree_on, timeout)
+    memory = share(StageRank(place.in_stage, place.stage_size), size, agree_on, timeout)
     return None if memory is None or shared is None else shared.open(memory)
 
 
@@ -270,7 +270,7 @@ class RankGroup:
 
     def __init__(self, place: GroupTopology, exchange: HostExchange) -> None:
         self.place = place
-        self.lockstep = Lockstep(place, exchange.bell, self._agree)
+        self.lockstep = Lockstep(place, exchange.notifier, self._agree)
         self._exchange = exchange
 
     def sum(self, x: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ class RankGroup:
         return [int(each) for each in sums.tolist()]
 
 
-class _OnItsWay(NamedTuple):
+class _PendingSend(NamedTuple):
     work: dist.Work
     keeps: Tensor
     """Read until `work` is done."""
@@ -310,14 +310,14 @@ class _Outbox:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._sent: deque[_OnItsWay] = deque()
+        self._sent: deque[_PendingSend] = deque()
 
     def send(self, x: Tensor, to: int, tag: int) -> None:
         while len(self._sent) >= self._most:
             self._sent.popleft().work.wait()
         work = dist.isend(x, to, tag=tag)
         assert work is not None, "this rank is part of the group"
-        self._sent.append(_OnItsWay(work, x))
+        self._sent.append(_PendingSend(work, x))
 
 
 class TorchTokens:

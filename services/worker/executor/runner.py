@@ -58,7 +58,7 @@ from shared.messages.worker import StepPlan
 UNDEFINED = "the model computed NaN"
 
 
-class RanksApart(Exception):
+class RanksOutOfSync(Exception):
     """The ranks of an engine have not computed the same steps: what they would exchange from here on is of different
     ones, so they start anew. The text says how many steps each has computed at the least and at the most."""
 
@@ -164,11 +164,11 @@ class RankState:
 
         One that missed the last plans of the epoch before, of a scheduler that died meanwhile, cannot know that. The
         others then wait for it inside such a step, by other groups than these collectives', and are found by their
-        watchdogs; or they say how many there were. Raises RanksApart, and what a collective raises."""
+        watchdogs; or they say how many there were. Raises RanksOutOfSync, and what a collective raises."""
         steps, self.steps = self.steps, 0
         least, most = self.communicator.minimum(steps), -self.communicator.minimum(-steps)
         if least != most:
-            raise RanksApart(f"of the epoch before, {least} steps at the least and {most} at the most are computed")
+            raise RanksOutOfSync(f"of the epoch before, {least} steps at the least and {most} at the most are computed")
         self.sequences.clear()
         if self.loras is not None:
             self.loras.forget_unserved()

@@ -35,10 +35,10 @@ from services.worker.guided.protocol import (
     Filled,
     Jumped,
     JumpForward,
+    MatcherReady,
     StartMatching,
     StopMatching,
     ToProcess,
-    Tried,
 )
 from services.worker.guided.schema.keywords import GrammarRefused
 from services.worker.sampling.token_bits import mask_words
@@ -134,7 +134,7 @@ class GrammarHost:
         signal.setitimer(signal.ITIMER_PROF, 0)
         self._channel.send(Compiled(error))
         if error is None:
-            self._channel.send(Tried(self._trial_error()))
+            self._channel.send(MatcherReady(self._trial_error()))
 
     def _trial_error(self) -> str | None:
         with self._within(TRIED_JUMP):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from services.worker.guided import metrics
 from services.worker.guided.processes import GrammarGone, GrammarProcess, ServerLink
-from services.worker.guided.protocol import Compile, Compiled, ServerSettings, Tried
+from services.worker.guided.protocol import Compile, Compiled, MatcherReady, ServerSettings
 from shared.ids import GrammarKey
 from shared.messages.generation import Grammar
 from shared.messages.scheduler import GrammarFault
@@ -228,7 +228,7 @@ class GrammarLibrary:
                 job.process.compiled = True
                 if error is not None:
                     self._abort(job, error, "refused")
-            case Tried(error):
+            case MatcherReady(error):
                 if error is not None:
                     self._abort(job, error, "refused")
                     return

@@ -17,7 +17,7 @@ from shared.messages.generation import Grammar
 
 
 class Compile(Struct, frozen=True, array_like=True, tag=True):
-    """Compile this; answered by `Compiled`, and, where that has no error, by `Tried`."""
+    """Compile this; answered by `Compiled`, and, where that has no error, by `MatcherReady`."""
 
     grammar: Grammar
 
@@ -70,7 +70,7 @@ class Compiled(Struct, frozen=True, array_like=True, tag=True):
     error: str | None
 
 
-class Tried(Struct, frozen=True, array_like=True, tag=True):
+class MatcherReady(Struct, frozen=True, array_like=True, tag=True):
     """A matcher has made its first step within the limits: sequences may follow it; or why it cannot."""
 
     error: str | None = None
@@ -100,7 +100,7 @@ class Jumped(Struct, frozen=True, array_like=True, tag=True):
     tokens: tuple[tuple[int, ...], ...]
 
 
-FromProcess = Compiled | Tried | Filled | Jumped
+FromProcess = Compiled | MatcherReady | Filled | Jumped
 
 # ---- the rank to the server that forks those processes; the new process's end of the channel goes with `Fork`
 

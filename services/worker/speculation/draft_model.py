@@ -25,7 +25,7 @@ from services.worker.models.hf_config import read_model_config
 from services.worker.models.loading import load_weights
 from services.worker.models.published.names import library_names
 from services.worker.models.published.transposed import TransposedCheckpoint, has_transposed
-from services.worker.models.quantization.quantized_checkpoint import as_it_says
+from services.worker.models.quantization.quantized_checkpoint import as_configured
 from services.worker.models.sharding import shard_of
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.transfer import to_device
@@ -87,7 +87,7 @@ def open_draft_model(settings: SpeculationSettings, target: TargetModel, most: i
     share = shard_of(config, 0, 1)
     nested, rename = nests_language_model(folder), library_names(config)
     with open_checkpoint(folder, target.dtype, language_model=nested, rename=rename) as checkpoint:
-        tensors: TensorSource = as_it_says(checkpoint, folder, target.dtype)
+        tensors: TensorSource = as_configured(checkpoint, folder, target.dtype)
         if has_transposed(config.architecture):
             tensors = TransposedCheckpoint(checkpoint, config.architecture)
         weights = load_weights(tensors, config, share, target.ops, target.device, target.max_model_len)

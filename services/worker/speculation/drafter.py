@@ -23,7 +23,7 @@ from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.loaded_model import CausalLm
 from services.worker.models.loading import load_embedding, load_embedding_and_head
 from services.worker.models.published.names import library_names
-from services.worker.models.quantization.quantized_checkpoint import as_it_says
+from services.worker.models.quantization.quantized_checkpoint import as_configured
 from services.worker.models.weights import ForwardPass, KvCaches
 from services.worker.ops.interface import BatchMeta, EmbeddingTable, Ops, PackedLinear
 from services.worker.ops.native.native_ops import NativeOps
@@ -146,7 +146,7 @@ class TargetModel:
             yield self.dummy_tensors()
             return
         with self.open_checkpoint() as checkpoint:
-            yield as_it_says(checkpoint, self.folder, self.dtype)
+            yield as_configured(checkpoint, self.folder, self.dtype)
 
     def open_checkpoint(self) -> AbstractContextManager[Checkpoint]:
         """The model's, whose tensors have the names that its language model alone would give them. Raises ModelError

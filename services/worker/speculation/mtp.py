@@ -19,7 +19,7 @@ from services.worker.distributed.communicator import SingleRank
 from services.worker.models.checkpoint import Checkpoint, TensorSource
 from services.worker.models.config import LayerConfig, ModelConfig, ModelError
 from services.worker.models.loading import load_layer
-from services.worker.models.quantization.quantized_checkpoint import as_it_says
+from services.worker.models.quantization.quantized_checkpoint import as_configured
 from services.worker.models.sharding import shard_of
 from services.worker.models.weights import DecoderWeights, KvCaches
 from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
@@ -154,7 +154,7 @@ def _module(target: TargetModel) -> Iterator[tuple[TensorSource, _ModuleNames]]:
         names = _names(target, checkpoint)
         renamed = {field: value.replace(names.layer, _LAYER) for field, value in names._asdict().items()}
         source = checkpoint.renamed(f"{names.layer}.", f"{_LAYER}.")
-        yield as_it_says(source, target.folder, target.dtype), _ModuleNames(**renamed)
+        yield as_configured(source, target.folder, target.dtype), _ModuleNames(**renamed)
 
 
 def _names(target: TargetModel, checkpoint: Checkpoint) -> _ModuleNames:

@@ -168,7 +168,7 @@ async def test_how_slow_engines_are_is_a_metric(world: World) -> None:
     await world.start()
     compares = world.actor.core.fleet
     async with asyncio.timeout(60):
-        while not compares.paces:
+        while not compares.slowdowns:
             for name, seconds in (("a", 0.01), ("b", 0.01), ("slow", 0.02)):
                 times = StepTimesReport(decodes=StepTimeFit(8.0, 80.0, seconds, 0.0, 0.0))
                 await world.hear(engine(name, step_times=times))
@@ -176,7 +176,7 @@ async def test_how_slow_engines_are_is_a_metric(world: World) -> None:
     shown = {sample.labels["kind"]: sample.value for sample in metrics.PACE.collect()[0].samples}
     assert shown == {"prefill": 1, "decode": 2}
     await world.stop()
-    metrics.show_paces({})
+    metrics.show_slowdowns({})
 
 
 async def test_a_stopped_coordinator_fails_the_requests_that_wait(world: World) -> None:

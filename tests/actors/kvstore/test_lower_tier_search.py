@@ -14,7 +14,7 @@ from kvstore.node import lower_search as search_module
 from kvstore.node.lower_search import LowerTierSearch, blocks_in
 from kvstore.node.node_store import NodeStore
 from kvstore.tiers.interface import LowerTier, PeerStores
-from kvstore.transfer.interface import BlockRequest, BlockRoom
+from kvstore.transfer.interface import BlockDestination, BlockRequest
 from kvstore.transfer.link_rates import LinkRate
 from shared.blocks import BlockHash
 from shared.ids import LeaseId, NodeId
@@ -104,7 +104,7 @@ class Others(Below):
         return ()
 
     def fetch(
-        self, source: NodeId, request: BlockRequest, shape: BlockShape, room: BlockRoom
+        self, source: NodeId, request: BlockRequest, shape: BlockShape, room: BlockDestination
     ) -> AsyncGenerator[InFlightBlock, None]:
         self.asked.append((source, list(request.hashes)))
         self.patience = request.patience

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from services.scheduler.core.limits import EngineLimits
-from services.worker.actor import RankOutOfStep
+from services.worker.actor import RankOutOfSync
 from services.worker.backend import Backend, run_step
 from services.worker.sim.backend import SimBackend, SimStep
 from shared import topics
@@ -296,7 +296,7 @@ async def test_a_rank_of_several_that_missed_a_plan_ends(memory_bus: MemoryBus, 
         await memory_bus.publish(topics.engine_steps(ENGINE), StepPlan(epoch=Incarnation(epoch), step=step))
     with pytest.raises(ExceptionGroup) as raised:
         await asyncio.wait_for(task, 60)
-    assert raised.group_contains(RankOutOfStep, match="step 1 of epoch 1 never came")
+    assert raised.group_contains(RankOutOfSync, match="step 1 of epoch 1 never came")
 
 
 async def test_plans_that_nobody_takes_fail_their_requests(memory_bus: MemoryBus, model: Path) -> None:

@@ -277,7 +277,7 @@ async def test_a_standby_loads_and_takes_no_requests_before_it_is_promoted(memor
     stack.task = asyncio.create_task(stack.runtime.run())
     await stack.until("draining")
     assert stack.phases == ["starting", "draining"], "never ready"
-    assert stack.runtime._lifecycle().stands_by
+    assert stack.runtime._lifecycle().is_standby
     assert stack.runtime._lifecycle().shown_phase == "standby"
     memory_bus.on_undelivered(returned.put)
     await memory_bus.publish(topics.engine_requests(ENGINE), None, confirm=True)  # type: ignore[arg-type]
@@ -288,7 +288,7 @@ async def test_a_standby_loads_and_takes_no_requests_before_it_is_promoted(memor
     assert not stack.runtime._lifecycle().standby
     await memory_bus.publish(control, Standby())
     await stack.until("draining")
-    assert stack.runtime._lifecycle().stands_by
+    assert stack.runtime._lifecycle().is_standby
     await memory_bus.publish(control, Drain())
     async with asyncio.timeout(60):
         while stack.runtime._lifecycle().standby:

@@ -81,7 +81,7 @@ class Shelf:
 
 
 class Slots:
-    """A `BlockRoom` without an arena."""
+    """A `BlockDestination` without an arena."""
 
     seconds = PATIENCE
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import InFlightBlock
-from kvstore.node.landing_room import LandingRoom
+from kvstore.node.incoming_slots import IncomingSlots
 from kvstore.node.node_store import NodeStore
 from kvstore.tiers.peer_nodes import PeerNodes
 from kvstore.transfer import tcp_client, tcp_connection, tcp_server
@@ -300,7 +300,7 @@ async def test_whatever_a_store_sends_touches_no_other_memory_than_was_reserved_
 
     async with await asyncio.start_server(answers, HERE, 0) as broken, a_client() as pulls:
         address = f"{HERE}:{broken.sockets[0].getsockname()[1]}"
-        with LandingRoom(store, client.layout) as room, contextlib.suppress(PeerUnreachable):
+        with IncomingSlots(store, client.layout) as room, contextlib.suppress(PeerUnreachable):
             wanted = BlockRequest(client.layout, NAMES)
             async for block in pulls.fetch(address, wanted, client.arena.shape, room):
                 assert room.land(block)

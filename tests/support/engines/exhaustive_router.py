@@ -134,8 +134,8 @@ class ExhaustiveRouter:
             elif candidate.engine.id == request.expected:
                 # It computes the same prompt already: that is counted as this request's own reuse, and only once.
                 before = max(0.0, before - request.prefix.blocks)
-            left, pace = before + blocks - counted.worth(discount), candidate.engine.pace
-            costs.append(pace.prefill * left + pace.decode * _blocks_after(candidate, blocks, counted))
+            left, slowdown = before + blocks - counted.worth(discount), candidate.engine.slowdown
+            costs.append(slowdown.prefill * left + slowdown.decode * _blocks_after(candidate, blocks, counted))
         return costs
 
     def _pick(self, request: _RoutedRequest, costs: Sequence[float], purpose: str) -> int:
@@ -185,8 +185,8 @@ class ExhaustiveRouter:
         price = 1 - self._config.router_store_discount
         costs = []
         for candidate, reuse in zip(decoding, _reuses(request, decoding), strict=True):
-            pace = candidate.engine.pace
+            slowdown = candidate.engine.slowdown
             way = 0.0 if candidate.node == prefill.node else price * (request.blocks - reuse.device)
             after = _blocks_after(candidate, request.blocks, reuse)
-            costs.append(pace.prefill * (candidate.prefill + way) + pace.decode * after)
+            costs.append(slowdown.prefill * (candidate.prefill + way) + slowdown.decode * after)
         return costs

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.healthcheck import LOOKS_BEFORE_KILL, is_live, look, stands_still, wait_for_leaders_end
+from deploy.healthcheck import LOOKS_BEFORE_KILL, is_live, is_stalled, look, wait_for_leaders_end
 from tests.support.cluster.ports import free_port
 
 SERVICE = """
@@ -118,9 +118,9 @@ def test_a_service_of_this_release_publishes_the_age_that_is_judged() -> None:
     from shared.telemetry.metrics import HEARTBEAT_AGE
 
     HEARTBEAT_AGE.set_function(lambda: 7.0)
-    assert stands_still(generate_latest().decode())
+    assert is_stalled(generate_latest().decode())
     HEARTBEAT_AGE.set_function(lambda: 1.0)
-    assert not stands_still(generate_latest().decode())
+    assert not is_stalled(generate_latest().decode())
 
 
 def test_who_waits_for_a_leader_returns_when_nobody_listens_there_any_more() -> None:

@@ -14,7 +14,7 @@ from services.gateway.api.audio.words import SpokenWord
 _PLAIN = b"text/plain; charset=utf-8"
 
 
-class Heard(NamedTuple):
+class Transcript(NamedTuple):
     """All that was said in a sound."""
 
     seconds: float
@@ -28,19 +28,21 @@ class Heard(NamedTuple):
     """Where times of words are asked for."""
 
 
-def answer_body(request: AudioRequest, heard: Heard) -> tuple[bytes, bytes]:
+def answer_body(request: AudioRequest, transcript: Transcript) -> tuple[bytes, bytes]:
     """The body and its content type."""
     match request.format:
         case "json":
-            return msgspec.json.encode({"text": heard.text, "usage": usage(heard.seconds)}), b"application/json"
+            return msgspec.json.encode(
+                {"text": transcript.text, "usage": usage(transcript.seconds)}
+            ), b"application/json"
         case "verbose_json":
-            return msgspec.json.encode(_verbose(request, heard)), b"application/json"
+            return msgspec.json.encode(_verbose(request, transcript)), b"application/json"
         case "text":
-            return f"{heard.text}\n".encode(), _PLAIN
+            return f"{transcript.text}\n".encode(), _PLAIN
         case "srt":
-            return _srt(heard.segments).encode(), _PLAIN
+            return _srt(transcript.segments).encode(), _PLAIN
         case "vtt":
-            return _vtt(heard.segments).encode(), b"text/vtt; charset=utf-8"
+            return _vtt(transcript.segments).encode(), b"text/vtt; charset=utf-8"
 
 
 def delta_event(text: str) -> dict[str, Any]:
@@ -48,9 +50,9 @@ def delta_event(text: str) -> dict[str, Any]:
     return {"type": "transcript.text.delta", "delta": text}
 
 
-def done_event(heard: Heard) -> dict[str, Any]:
+def done_event(transcript: Transcript) -> dict[str, Any]:
     """The last event of a stream."""
-    return {"type": "transcript.text.done", "text": heard.text, "usage": usage(heard.seconds)}
+    return {"type": "transcript.text.done", "text": transcript.text, "usage": usage(transcript.seconds)}
 
 
 def usage(seconds: float) -> dict[str, Any]:
@@ -58,18 +60,18 @@ def usage(seconds: float) -> dict[str, Any]:
     return {"type": "duration", "seconds": -int(-seconds // 1)}
 
 
-def _verbose(request: AudioRequest, heard: Heard) -> dict[str, Any]:
+def _verbose(request: AudioRequest, transcript: Transcript) -> dict[str, Any]:
     body: dict[str, Any] = {
         "task": request.task,
-        "language": heard.language,
-        "duration": round(heard.seconds, 3),
-        "text": heard.text,
+        "language": transcript.language,
+        "duration": round(transcript.seconds, 3),
+        "text": transcript.text,
     }
     if "segment" in request.granularities:
-        body["segments"] = [each.body(number) for number, each in enumerate(heard.segments)]
+        body["segments"] = [each.body(number) for number, each in enumerate(transcript.segments)]
     if "word" in request.granularities:
-        body["words"] = [each.body() for each in heard.words]
-    return {**body, "usage": usage(heard.seconds)}
+        body["words"] = [each.body() for each in transcript.words]
+    return {**body, "usage": usage(transcript.seconds)}
 
 
 def _srt(segments: Sequence[SpokenSegment]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import msgspec
 from msgspec.structs import replace
 
-from services.gateway.api.audio.answer import Heard, answer_body, delta_event, done_event
+from services.gateway.api.audio.answer import Transcript, answer_body, delta_event, done_event
 from services.gateway.api.audio.request import (
     MAX_FILE_BYTES,
     MAX_PROMPT_BYTES,
@@ -25,7 +25,7 @@ from services.gateway.api.generation import GenerationRequest, choose_alias, cho
 from services.gateway.api.response import ResponseHeader
 from services.gateway.audio.audio_decoder import AudioDecoder
 from services.gateway.audio.chat_transcriber import ChatTranscriber
-from services.gateway.audio.transcriber import HeardWindow, Transcriber
+from services.gateway.audio.transcriber import Transcriber, WindowTranscript
 from services.gateway.audio.whisper_transcriber import WhisperTranscriber
 from services.gateway.http.access import AccessControl
 from services.gateway.http.apis.multipart import FORM_BYTES, FileBegin, FormField, FormReader, unknown_field
@@ -129,19 +129,19 @@ class AudioEndpoint:
         return generation
 
     async def _respond(
-        self, call: Call, request: AudioRequest, transcriber: Transcriber, heard: AsyncIterator[str | HeardWindow]
+        self, call: Call, request: AudioRequest, transcriber: Transcriber, heard: AsyncIterator[str | WindowTranscript]
     ) -> None:
-        windows = [each async for each in heard if isinstance(each, HeardWindow)]
+        windows = [each async for each in heard if isinstance(each, WindowTranscript)]
         _count(call, windows)
         body, kind = answer_body(request, _together(windows, transcriber.seconds))
         async with asyncio.timeout(self._settings.read_timeout):
             await call.respond(body, content_type=kind)
 
     async def _stream(
-        self, call: Call, request: AudioRequest, transcriber: Transcriber, heard: AsyncIterator[str | HeardWindow]
+        self, call: Call, request: AudioRequest, transcriber: Transcriber, heard: AsyncIterator[str | WindowTranscript]
     ) -> None:
         """Server-sent events, the last one with the whole text. An error behind the first one is an event, too."""
-        windows, started, waiting = list[HeardWindow](), False, asyncio.ensure_future(anext(heard, None))
+        windows, started, waiting = list[WindowTranscript](), False, asyncio.ensure_future(anext(heard, None))
         try:
             while True:
                 done, _ = await asyncio.wait([waiting], timeout=self._settings.keep_alive if started else None)
@@ -151,7 +151,7 @@ class AudioEndpoint:
                 if (event := waiting.result()) is None:
                     break
                 waiting = asyncio.ensure_future(anext(heard, None))
-                if isinstance(event, HeardWindow):
+                if isinstance(event, WindowTranscript):
                     windows.append(event)
                     continue
                 if not started:
@@ -184,13 +184,13 @@ def _frame(event: dict[str, object]) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(event)
 
 
-def _together(windows: list[HeardWindow], seconds: float) -> Heard:
+def _together(windows: list[WindowTranscript], seconds: float) -> Transcript:
     text = "".join(each.text for each in windows).strip()
     segments = tuple(segment for each in windows for segment in each.segments)
     words = tuple(word for each in windows for word in each.words)
-    return Heard(seconds, windows[0].language if windows else "en", text, segments, words)
+    return Transcript(seconds, windows[0].language if windows else "en", text, segments, words)
 
 
-def _count(call: Call, windows: list[HeardWindow]) -> None:
+def _count(call: Call, windows: list[WindowTranscript]) -> None:
     call.record.prompt_tokens = sum(each.prompt_tokens for each in windows)
     call.record.output_tokens = sum(each.output_tokens for each in windows)

@@ -129,10 +129,10 @@ def _exclude(one: Schema, other: Schema, path: str, flat: Flat, depth: int) -> b
     mine, yours = _values(one), _values(other)
     if mine is not None and yours is not None and not mine & yours:
         return True
-    return depth > 0 and kinds & others == {"object"} and _told_apart(one, other, path, flat, depth)
+    return depth > 0 and kinds & others == {"object"} and _are_disjoint(one, other, path, flat, depth)
 
 
-def _told_apart(one: Schema, other: Schema, path: str, flat: Flat, depth: int) -> bool:
+def _are_disjoint(one: Schema, other: Schema, path: str, flat: Flat, depth: int) -> bool:
     """By a property that one of them must have: the other has it with other values, or never."""
     for mine, yours in ((one, other), (other, one)):
         for name in mine.get("required", []):

@@ -59,7 +59,7 @@ class GroupDecoder(LockstepMember, Decoder):
         return f"{super().wire}, of {self.group.place.engines} data-parallel engines by {self._all2all}"
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
-        """See `Decoder.forward`; it is a step of the whole group. Raises RankGone, StepsApart."""
+        """See `Decoder.forward`; it is a step of the whole group. Raises RankGone, StepsOutOfSync."""
         last = len(ids) if features is not None and self.ends_every_row else len(meta.logits_rows)
         self._step = self.lockstep.begin(len(ids), last)
         logits = super().forward(ids, meta, caches, features)

@@ -461,7 +461,7 @@ class GroupLibraryDecoder(LockstepMember, LibraryDecoder):
         return f"{super().wire}, of {self._engines} data-parallel engines"
 
     def forward(self, ids: Tensor, meta: BatchMeta, caches: KvCaches, features: Tensor | None = None) -> Tensor | None:
-        """See `Decoder.forward`; it is a step of the whole group. Raises RankGone, StepsApart."""
+        """See `Decoder.forward`; it is a step of the whole group. Raises RankGone, StepsOutOfSync."""
         self._meeting.begin(self.lockstep.begin(len(ids), len(ids)))
         return super().forward(ids, meta, caches, features)
 

@@ -34,7 +34,7 @@ class _OneOfAll(NamedTuple):
         return self.checkpoint.read_stored(name, (self.number, self.number + 1))[0]
 
 
-def as_it_says(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Checkpoint | QuantizedCheckpoint:
+def as_configured(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> Checkpoint | QuantizedCheckpoint:
     """The open `checkpoint` of `folder`, quantised where its `quantization_config` says so. Raises ModelError for what
     cannot be read."""
     method = read_method(folder)

@@ -122,12 +122,12 @@ int baton_kv_load_cells(const KvCells* memory, const KvArena* arena, const KvBlo
 int baton_exchange(Exchange* exchange, int kind, int number, void* x, int64_t bytes, void* to, int milliseconds) {
     return advance(*exchange, ExchangeKind(kind), Number(number), (char*)x, bytes, (char*)to, milliseconds);
 }
-uint64_t baton_bell_state(const Exchange* exchange) {
-    BellState state = bell_state(*exchange);
+uint64_t baton_notifier_state(const Exchange* exchange) {
+    NotifierState state = notifier_state(*exchange);
     return uint64_t(state.changes) << 32 | state.called;
 }
-void baton_ring(Exchange* exchange, int calls, uint32_t call) { ring(*exchange, calls, call); }
-void baton_await_ring(Exchange* exchange, uint32_t seen, int milliseconds) { await_ring(*exchange, seen, milliseconds); }
+void baton_notify(Exchange* exchange, int calls, uint32_t call) { notify(*exchange, calls, call); }
+void baton_await_notify(Exchange* exchange, uint32_t seen, int milliseconds) { await_notify(*exchange, seen, milliseconds); }
 void baton_show(Exchange* exchange, uint64_t shown) { show(*exchange, shown); }
 uint64_t baton_shown_by(const Exchange* exchange, int rank) { return shown_by(*exchange, rank); }
 float baton_probe_reading(Pool* pool, const void* from, int64_t bytes) { return probe_reading(*pool, from, bytes); }

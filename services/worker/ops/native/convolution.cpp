@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int kChannelsOfTile = 8 * kLanes;  // of a decode: a few hundred nanoseconds
-constexpr int kMostKernel = 64;  // as services.worker.ops.native.native_states has it
+constexpr int kMaxKernel = 64;  // as services.worker.ops.native.native_states has it
 
 struct Convolution {
     const MixStates& what;
@@ -20,7 +20,7 @@ struct Convolution {
         int64_t channels = mixer.heads;
         float* window = cache.windows + what.slots[sequence] * kept * channels + first;
         bool begins = batch.context_lens[sequence] == end - begin;
-        F weights[kMostKernel], seen[kMostKernel], bias = load_some(mixer.conv_bias + first, count);
+        F weights[kMaxKernel], seen[kMaxKernel], bias = load_some(mixer.conv_bias + first, count);
         for (int k = 0; k <= kept; ++k) weights[k] = load_some(mixer.conv_weight + k * channels + first, count);
         for (int k = 0; k < kept; ++k) seen[k] = begins ? zeros() : load_some(window + k * channels, count);
         for (int at = begin; at < end; ++at) {

@@ -11,7 +11,7 @@ constexpr int kRowsOfTile = 4;
 // The greatest whole number of one digit, and of two: 256 * 127 + 127.
 constexpr float kGreatest[] = {127.0f, 32639.0f};
 // Below, a row counts as zeros: the reciprocal of its step would be infinite.
-constexpr float kLeast = 1e-30f;
+constexpr float kMinMagnitude = 1e-30f;
 constexpr uint32_t kSign = 0x80000000u, kInfinity = 0x7f800000u;
 
 using I = Sixteen<RegI>;
@@ -168,7 +168,7 @@ template <class Item> void DigitRows::round_row(const Item* x, int in, int row) 
     auto* to = (int8_t*)items_.data() + row * how_.digits * stride_;
     bool number = bits < kInfinity;
     scales_[row] = number ? 0.0f : __builtin_nanf("");
-    if (number && most > kLeast) scales_[row] = most / top, inverse = top / most;
+    if (number && most > kMinMagnitude) scales_[row] = most / top, inverse = top / most;
 #if defined(BATON_VNNI)
     if (how_.tiles) return keep_pairs(x, in, row, inverse);
 #endif

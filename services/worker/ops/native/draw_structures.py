@@ -47,7 +47,7 @@ class NativeLogprobs(Structure):
 
 
 MAX_LIKELIEST = 64
-"""`kMostLikeliest` of logprobs.h."""
+"""`kMaxTopLogprobs` of logprobs.h."""
 
 
 class DecodeTable(Structure):

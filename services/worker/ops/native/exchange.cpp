@@ -21,7 +21,7 @@ struct alignas(64) Head {
     std::atomic<uint64_t> what[2];  // kind and bytes of the exchange that the piece in each buffer is of
     std::atomic<uint64_t> shown;
 };
-struct alignas(64) Bell {
+struct alignas(64) Notifier {
     std::atomic<uint32_t> changes;
     std::atomic<uint32_t> waiting;  // ranks that sleep until it changes
     std::atomic<uint32_t> called;
@@ -29,8 +29,8 @@ struct alignas(64) Bell {
 static_assert(sizeof(Head) == 64 && std::atomic<uint64_t>::is_always_lock_free, "heads are shared by processes");
 
 Head& head(const Exchange& own, int rank) { return ((Head*)own.memory)[1 + rank]; }
-Bell& bell(const Exchange& own) { return ((Bell*)own.memory)[1 + kMostExchanging]; }
-static_assert(sizeof(Bell) == 64 && (2 + kMostExchanging) * 64 <= kHeadPage, "the bell is on the page of heads");
+Notifier& notifier(const Exchange& own) { return ((Notifier*)own.memory)[1 + kMaxRanks]; }
+static_assert(sizeof(Notifier) == 64 && (2 + kMaxRanks) * 64 <= kHeadPage, "the notifier is on the page of heads");
 // Two buffers take turns. Whoever writes the piece n has seen all ranks post n - 1, and so be done with reading n - 2,
 // which lay where n goes to.
 char* buffer(const Exchange& own, int rank, uint32_t number) {
@@ -49,7 +49,7 @@ void sleep_until_changed(std::atomic<uint32_t>& word, uint32_t seen, int64_t nan
 
 void wake_all(std::atomic<uint32_t>& word) {
 #if defined(__linux__)
-    syscall(SYS_futex, &word, FUTEX_WAKE, kMostExchanging, nullptr, nullptr, 0);
+    syscall(SYS_futex, &word, FUTEX_WAKE, kMaxRanks, nullptr, nullptr, 0);
 #else
     (void)word;
 #endif
@@ -179,7 +179,7 @@ void sum_parts(Number kept, int parts, const char* const* from, char* x, int64_t
 }
 
 void sum_part(Exchange& own, Number kept, const Piece& piece, char* x, Share part) {
-    const char* from[kMostExchanging];
+    const char* from[kMaxRanks];
     for (int rank = 0; rank < own.ranks; ++rank)
         from[rank] = rank == own.rank
             ? x + part.first
@@ -197,7 +197,7 @@ void take_row(Exchange& own, const Piece& piece, int rank, char* x, Share row) {
 }
 
 void sum_row(Exchange& own, Number kept, const Piece& piece, char* x, Share row, uint64_t holders) {
-    const char* from[kMostExchanging];
+    const char* from[kMaxRanks];
     int parts = 0, others = 0;
     for (int rank = 0; rank < own.ranks; ++rank) {
         if (!has(holders, rank)) continue;
@@ -275,13 +275,13 @@ int advance(Exchange& own, ExchangeKind kind, Number kept, char* x, int64_t byte
     return 0;
 }
 
-BellState bell_state(const Exchange& own) {
-    uint32_t changes = bell(own).changes.load(std::memory_order_seq_cst);  // first: what is called later is a change, too
-    return {changes, bell(own).called.load(std::memory_order_seq_cst)};
+NotifierState notifier_state(const Exchange& own) {
+    uint32_t changes = notifier(own).changes.load(std::memory_order_seq_cst);  // first: what is called later is a change, too
+    return {changes, notifier(own).called.load(std::memory_order_seq_cst)};
 }
 
-void ring(Exchange& own, bool calls, uint32_t call) {
-    Bell& shared = bell(own);
+void notify(Exchange& own, bool calls, uint32_t call) {
+    Notifier& shared = notifier(own);
     uint32_t called = shared.called.load(std::memory_order_seq_cst);
     while (calls && int32_t(call - called) > 0 && !shared.called.compare_exchange_weak(called, call)) {
     }
@@ -289,8 +289,8 @@ void ring(Exchange& own, bool calls, uint32_t call) {
     if (shared.waiting.load(std::memory_order_seq_cst)) wake_all(shared.changes);
 }
 
-void await_ring(Exchange& own, uint32_t seen, int milliseconds) {
-    Bell& shared = bell(own);
+void await_notify(Exchange& own, uint32_t seen, int milliseconds) {
+    Notifier& shared = notifier(own);
     auto ready = [&] { return shared.changes.load(std::memory_order_seq_cst) != seen; };
     await_word(shared.changes, shared.waiting, ready, milliseconds);
 }

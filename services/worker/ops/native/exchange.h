@@ -17,13 +17,13 @@ struct RoutedRows {
     const uint64_t* holders;  // kCombine: for each row the set of ranks that have computed some of it, a bit for each
 };
 
-// One rank's end. The memory has a page of heads, one of 64 bytes for each rank from byte 64 on, and one bell behind them,
+// One rank's end. The memory has a page of heads, one of 64 bytes for each rank from byte 64 on, and one notifier behind them,
 // all zero at first, and behind that page two buffers of `capacity` bytes for each rank: what is exchanged goes through
 // them piece by piece.
 struct Exchange {
     char* memory;
     int rank;
-    int ranks;  // kMostExchanging at the most
+    int ranks;  // kMaxRanks at the most
     int64_t capacity;  // a multiple of 64
     uint32_t number;  // of the last piece
     int posted;  // whether the next one is in our buffer already
@@ -32,7 +32,7 @@ struct Exchange {
     int64_t received;  // bytes of all exchanges that were read of others
 };
 constexpr int kHeadPage = 4096;
-constexpr int kMostExchanging = 62;
+constexpr int kMaxRanks = 62;
 
 // Values of `advance` beside 0 and the ranks'.
 constexpr int kOtherExchange = -1;
@@ -54,16 +54,16 @@ constexpr int kGiven = -2;
 // same arguments, it goes on; or kOtherExchange where another rank exchanges something else.
 int advance(Exchange& own, ExchangeKind kind, Number number, char* x, int64_t bytes, char* to, int milliseconds);
 
-// The bell, for ranks that have nothing to do until another one begins something. Its number changes at each ring; beside
-// it there is the greatest number that was called; `calls`: this ring calls one. Numbers may wrap around.
-struct BellState {
+// The notifier, for ranks that have nothing to do until another one begins something. Its number changes at each `notify`;
+// beside it there is the greatest number that was called; `calls`: this call names one. Numbers may wrap around.
+struct NotifierState {
     uint32_t changes;
     uint32_t called;
 };
-BellState bell_state(const Exchange& own);
-void ring(Exchange& own, bool calls, uint32_t call);
+NotifierState notifier_state(const Exchange& own);
+void notify(Exchange& own, bool calls, uint32_t call);
 // Returns when `changes` is no longer `seen`, or after so many milliseconds.
-void await_ring(Exchange& own, uint32_t seen, int milliseconds);
-// A number that each rank shows the others. Whoever has to look at it again is rung for by `ring`.
+void await_notify(Exchange& own, uint32_t seen, int milliseconds);
+// A number that each rank shows the others. Whoever has to look at it again is woken by `notify`.
 void show(Exchange& own, uint64_t shown);
 uint64_t shown_by(const Exchange& own, int rank);

@@ -132,7 +132,7 @@ class ByteRange(Structure):
     _fields_ = (("first", c_int64), ("end", c_int64))
 
 
-class RowsOnTheirWay(Structure):
+class RowsInFlight(Structure):
     """`RoutedRows` of exchange.h: how the rows of a mixture lie one behind the other."""
 
     _fields_ = (("shares", POINTER(ByteRange)), ("width", c_int64), ("holders", c_void_p))
@@ -145,7 +145,7 @@ EXCHANGE_DISPATCH, EXCHANGE_COMBINE = 5, 6
 OTHER_EXCHANGE = -1
 """`kOtherExchange` of exchange.h."""
 HEAD_PAGE, MAX_EXCHANGING = 4096, 62
-"""`kHeadPage` and `kMostExchanging` of exchange.h."""
+"""`kHeadPage` and `kMaxRanks` of exchange.h."""
 
 PAGE_TOKENS = 16
 """`kPageTokens` of attention.h: a block is one page, two or four."""
@@ -447,9 +447,9 @@ _SIGNATURES = {
     "baton_kv_save_cells": (c_int, (POINTER(KvCells), POINTER(KvArena), POINTER(KvBlocks))),
     "baton_kv_load_cells": (c_int, (POINTER(KvCells), POINTER(KvArena), POINTER(KvBlocks))),
     "baton_exchange": (c_int, (POINTER(Exchange), c_int, c_int, c_void_p, c_int64, c_void_p, c_int)),
-    "baton_bell_state": (c_uint64, (POINTER(Exchange),)),
-    "baton_ring": (None, (POINTER(Exchange), c_int, c_uint32)),
-    "baton_await_ring": (None, (POINTER(Exchange), c_uint32, c_int)),
+    "baton_notifier_state": (c_uint64, (POINTER(Exchange),)),
+    "baton_notify": (None, (POINTER(Exchange), c_int, c_uint32)),
+    "baton_await_notify": (None, (POINTER(Exchange), c_uint32, c_int)),
     "baton_show": (None, (POINTER(Exchange), c_uint64)),
     "baton_shown_by": (c_uint64, (POINTER(Exchange), c_int)),
     "baton_probe_reading": (c_float, (c_void_p, c_void_p, c_int64)),

@@ -15,8 +15,8 @@ constexpr int kSummed = 1024;
 
 // The likeliest so far, best first.
 struct Likeliest {
-    float logits[kMostLikeliest];
-    int64_t ids[kMostLikeliest];
+    float logits[kMaxTopLogprobs];
+    int64_t ids[kMaxTopLogprobs];
     int size = 0;
 
     void put(float logit, int64_t id, int most) {

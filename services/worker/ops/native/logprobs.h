@@ -4,7 +4,7 @@
 
 #include "threads.h"
 
-constexpr int kMostLikeliest = 64;
+constexpr int kMaxTopLogprobs = 64;
 
 // Which of whose are asked for.
 struct Logprobs {
@@ -13,7 +13,7 @@ struct Logprobs {
     const int64_t* rows;    // [count] of the logits
     const int64_t* tokens;  // [count]
     int count;
-    int likeliest;  // of each row, at most kMostLikeliest and vocab
+    int likeliest;  // of each row, at most kMaxTopLogprobs and vocab
 };
 
 // totals [count]: what a row's logits are more than log-probabilities, the logarithm of the sum of all exponentials; ranks [count]:

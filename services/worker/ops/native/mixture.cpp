@@ -12,7 +12,7 @@
 namespace {
 
 // Rows whose experts' inputs and outputs are in memory at a time.
-constexpr int kMostRows = 512;
+constexpr int kMaxRows = 512;
 
 void score_row(const float* logits, const RouterRule& rule, float* scores) {
     if (rule.sigmoid) {
@@ -174,9 +174,9 @@ void route(Pool& pool, const float* logits, int rows, const RouterRule& rule, fl
 }
 
 void mix(Pool& pool, const Rows& x, const Picks& picks, const Experts& experts, float* to, int64_t to_stride) {
-    for (int first = 0; first < x.count; first += kMostRows) {
+    for (int first = 0; first < x.count; first += kMaxRows) {
         int64_t at = first;
-        Rows some{(const char*)x.data + at * x.stride * bytes_of(x.number), x.number, x.stride, std::min(kMostRows, x.count - first)};
+        Rows some{(const char*)x.data + at * x.stride * bytes_of(x.number), x.number, x.stride, std::min(kMaxRows, x.count - first)};
         Picks own{picks.chances + at * picks.chosen, picks.experts + at * picks.chosen, picks.chosen};
         mix_some(pool, some, own, experts, to + at * to_stride, to_stride);
     }

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from services.worker.distributed.host_bell import BellState
 from services.worker.distributed.host_memory import HostMemory, RankGone, RowRange, SharedExchange
+from services.worker.distributed.host_notifier import NotifierState
 from services.worker.distributed.traffic import HOST_TRAFFIC, ExchangeName
 from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, best_level, library_path
@@ -59,10 +59,10 @@ class NativeExchange:
         self._library = loaded
         self._memory = memory
         self._view = torch.frombuffer(memory.mapping, dtype=torch.uint8)
-        seat = memory.seat
-        self._own = library.Exchange(self._view.data_ptr(), seat.rank, seat.ranks, BUFFER_BYTES)
+        stage_rank = memory.stage_rank
+        self._own = library.Exchange(self._view.data_ptr(), stage_rank.rank, stage_rank.ranks, BUFFER_BYTES)
         self._reference = ctypes.byref(self._own)
-        self.bell = NativeBell(loaded, self._own)
+        self.notifier = NativeNotifier(loaded, self._own)
 
     def takes(self, x: Tensor) -> bool:
         """Whether `x` is of floats or bf16 in main memory."""
@@ -74,8 +74,8 @@ class NativeExchange:
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """See `HostExchange.gather`."""
-        seat = self._memory.seat
-        parts = None if seat.rank else torch.empty((seat.ranks, *x.shape), dtype=x.dtype)
+        stage_rank = self._memory.stage_rank
+        parts = None if stage_rank.rank else torch.empty((stage_rank.ranks, *x.shape), dtype=x.dtype)
         self._exchange("gather", x, None if parts is None else parts.data_ptr())
         return [] if parts is None else list(parts)
 
@@ -93,13 +93,13 @@ class NativeExchange:
 
     def dispatch(self, x: Tensor, shares: Sequence[RowRange]) -> Callable[[], None]:
         """See `HostExchange.dispatch`."""
-        rows = _rows_on_their_way(x, shares, None)
+        rows = _rows_in_flight(x, shares, None)
         finish = self._start("dispatch", x, ctypes.addressof(rows))
         return partial(_keeping, finish, rows)
 
     def combine(self, x: Tensor, shares: Sequence[RowRange], holders: Tensor) -> None:
         """See `HostExchange.combine`; rounded to bf16 once."""
-        rows = _rows_on_their_way(x, shares, holders)
+        rows = _rows_in_flight(x, shares, holders)
         self._exchange("combine", x, ctypes.addressof(rows))
 
     def close(self) -> None:
@@ -140,12 +140,12 @@ def _byte_ranges(x: Tensor, shares: Sequence[RowRange]) -> ctypes.Array[library.
     return (library.ByteRange * len(shares))(*(library.ByteRange(first * width, end * width) for first, end in shares))
 
 
-def _rows_on_their_way(x: Tensor, shares: Sequence[RowRange], holders: Tensor | None) -> library.RowsOnTheirWay:
+def _rows_in_flight(x: Tensor, shares: Sequence[RowRange], holders: Tensor | None) -> library.RowsInFlight:
     width = x.shape[1] * x.element_size()
     if width > BUFFER_BYTES:
         raise ValueError(f"rows of {width} bytes: at most {BUFFER_BYTES} go from rank to rank")
     ranges = _byte_ranges(x, shares)
-    return library.RowsOnTheirWay(ranges, width, None if holders is None else holders.data_ptr())
+    return library.RowsInFlight(ranges, width, None if holders is None else holders.data_ptr())
 
 
 def _keeping(finish: Callable[[], None], _: object) -> None:
@@ -153,31 +153,31 @@ def _keeping(finish: Callable[[], None], _: object) -> None:
     finish()
 
 
-class NativeBell:
-    """See :class:`services.worker.distributed.host_bell.HostBell`. Any thread of the rank may call it."""
+class NativeNotifier:
+    """See :class:`services.worker.distributed.host_notifier.HostNotifier`. Any thread of the rank may call it."""
 
     def __init__(self, loaded: ctypes.CDLL, exchange: library.Exchange) -> None:
         """In the memory of `exchange`, which keeps it."""
         self._library = loaded
         self._reference = ctypes.byref(exchange)
 
-    def state(self) -> BellState:
-        """See `HostBell.state`."""
-        return BellState(*divmod(self._library.baton_bell_state(self._reference), 1 << 32))
+    def state(self) -> NotifierState:
+        """See `HostNotifier.state`."""
+        return NotifierState(*divmod(self._library.baton_notifier_state(self._reference), 1 << 32))
 
-    def ring(self, call: int | None = None) -> None:
-        """See `HostBell.ring`."""
-        self._library.baton_ring(self._reference, call is not None, call or 0)
+    def notify(self, call: int | None = None) -> None:
+        """See `HostNotifier.notify`."""
+        self._library.baton_notify(self._reference, call is not None, call or 0)
 
     def wait(self, seen: int, seconds: float) -> None:
-        """See `HostBell.wait`."""
-        self._library.baton_await_ring(self._reference, seen, int(seconds * 1000))
+        """See `HostNotifier.wait`."""
+        self._library.baton_await_notify(self._reference, seen, int(seconds * 1000))
 
     def show(self, shown: int) -> None:
-        """See `HostBell.show`."""
+        """See `HostNotifier.show`."""
         self._library.baton_show(self._reference, shown)
 
     def shown_by(self, rank: int) -> int:
-        """See `HostBell.shown_by`."""
+        """See `HostNotifier.shown_by`."""
         shown: int = self._library.baton_shown_by(self._reference, rank)
         return shown

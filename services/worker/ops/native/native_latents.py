@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MAX_GATHERED = 1 << 24
 """Elements of chosen latents that are gathered at once: 32 MiB in half precision."""
 MAX_HEAD_DIM = 1024
-"""`kMostDim` of rope.cpp."""
+"""`kMaxHeadDim` of rope.cpp."""
 
 
 class NativeLatents:

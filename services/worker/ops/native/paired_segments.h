@@ -92,7 +92,7 @@ template <Code code, int R> void run_segmented_pairs(const Product& p, const Blo
 }
 
 using SegmentedPairsCall = void (*)(const Product&, const Block&, const SegmentedPairs&, F*);
-template <Code code, int R = kLeastPairedRows> SegmentedPairsCall segmented_pairs_of(int rows) {
+template <Code code, int R = kMinPairedRows> SegmentedPairsCall segmented_pairs_of(int rows) {
     if constexpr (R > kPairedRows) return nullptr;
     else return rows == R ? &run_segmented_pairs<code, R> : segmented_pairs_of<code, R + 1>(rows);
 }

@@ -11,7 +11,7 @@ namespace {
 
 // Rows and columns of a tile: of 32 registers 22 are sums, 4 weights, 2 inputs, 2 sums of both. Blocks of kPairsFrom rows and
 // more have no lower tiles.
-constexpr int kPairedRows = 11, kLeastPairedRows = 8;
+constexpr int kPairedRows = 11, kMinPairedRows = 8;
 constexpr int kPairedColumns = 2;
 
 #if defined(BATON_VNNI)
@@ -155,7 +155,7 @@ template <int R> void run_paired_tile(const Product& p, const Block& block, cons
 }
 
 using PairedCall = void (*)(const Product&, const Block&, const PairedTile&, Parts*);
-template <int R = kLeastPairedRows> PairedCall paired_tile_of(int rows) {
+template <int R = kMinPairedRows> PairedCall paired_tile_of(int rows) {
     if constexpr (R > kPairedRows) return nullptr;
     else return rows == R ? &run_paired_tile<R> : paired_tile_of<R + 1>(rows);
 }

@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int kMostDim = 1024;
+constexpr int kMaxHeadDim = 1024;
 constexpr int kRowsOfTile = 8;
 
 float sum_of_squares(const float* x, int count) {
@@ -58,7 +58,7 @@ template <class Item> void narrow(Item* to, const float* from, int count) {
 // One head of one row: a copy of it, normed and rotated.
 template <class Item>
 void prepare(Item* to, const float* from, const float* norm, float eps, const float* cos_sin, int dim) {
-    alignas(64) float x[kMostDim];
+    alignas(64) float x[kMaxHeadDim];
     if (norm) {
         float scale = 1.0f / std::sqrt(sum_of_squares(from, dim) / float(dim) + eps);
         for (int i = 0; i < dim; ++i) x[i] = from[i] * scale * norm[i];
@@ -120,7 +120,7 @@ template <class Item, class Cached> void store_row(const RopeAndStore& what, con
     grow(query, what.heads * dim, what.growth.at(batch.positions[row]));
     int slot = batch.slots[row], page = slot / kPageTokens, block = page >> cache.page_bits;
     bool followed = row + 1 < batch.rows && batch.slots[row + 1] == slot + 1;
-    alignas(64) Cached item[kMostDim + kScaleItems];
+    alignas(64) Cached item[kMaxHeadDim + kScaleItems];
     for (int h = 0; h < cache.kv_heads; ++h) {
         int64_t at = cache.at(block, h, page - (block << cache.page_bits));
         const float *key = from + (what.heads + h) * dim, *value = key + cache.kv_heads * dim;
@@ -128,7 +128,7 @@ template <class Item, class Cached> void store_row(const RopeAndStore& what, con
         if constexpr (sizeof(Cached) == 1) {
             whole = cache.code == Code::kInt8;
             if (whole) {
-                alignas(64) float exact[kMostDim];
+                alignas(64) float exact[kMaxHeadDim];
                 prepare(exact, key, what.k_norm, what.eps, cos_sin, dim);
                 quantize(item, exact, dim);
             }

@@ -368,7 +368,7 @@ void mix_states(Pool& pool, const MixStates& what, const Batch& batch, const Sta
     if (by_element)
         each_row(pool, batch.rows * mixer.heads, [&](int number) { pass.keep_elements(number / mixer.heads, number % mixer.heads); });
     int parts = (mixer.head_dim + kElementsOfTile - 1) / kElementsOfTile, tiles = mixer.heads * parts;
-    int most = std::max(1, Pool::kMostTiles / tiles - 1);  // sequences of one job
+    int most = std::max(1, Pool::kMaxTiles / tiles - 1);  // sequences of one job
     for (int from = 0; from < batch.sequences; from += most)
         pool.run(std::min(most, batch.sequences - from) * tiles, [&](int tile, int) {
             int first = tile % parts * kElementsOfTile;

@@ -70,7 +70,7 @@ void convolve_gated(Pool& pool, const MixStates& what, const Batch& batch, const
 // Calls work(sequence, first, count) for each sequence and each `width` of its channels, which are computed by themselves.
 template <class Work> void each_sequence(Pool& pool, const Batch& batch, int channels, int width, const Work& work) {
     int tiles = (channels + width - 1) / width;
-    int most = std::max(1, Pool::kMostTiles / tiles - 1);  // sequences of one job
+    int most = std::max(1, Pool::kMaxTiles / tiles - 1);  // sequences of one job
     for (int from = 0; from < batch.sequences; from += most)
         pool.run(std::min(most, batch.sequences - from) * tiles, [&](int tile, int) {
             int first = tile % tiles * width;

@@ -22,7 +22,7 @@ class Pool {
     // Threads that may run tiles, the caller included. Tiles get the number of theirs, from 0 (the caller).
     int threads() const { return int(ranges_.size()); }
 
-    // Calls work(tile, thread) once for each tile in [0, tiles), tiles < kMostTiles; returns when all are done.
+    // Calls work(tile, thread) once for each tile in [0, tiles), tiles < kMaxTiles; returns when all are done.
     template <class Work> void run(int tiles, const Work& work) {
         if (tiles == 1 || threads() == 1) {
             for (int tile = 0; tile < tiles; ++tile) work(tile, 0);
@@ -31,7 +31,7 @@ class Pool {
         publish(tiles, [](const void* context, int tile, int thread) { (*(const Work*)context)(tile, thread); }, &work);
     }
 
-    static constexpr int kMostTiles = 1 << 20;
+    static constexpr int kMaxTiles = 1 << 20;
 
   private:
     using Call = void (*)(const void*, int, int);

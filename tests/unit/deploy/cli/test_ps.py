@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.cli.ps import HeardStack, _row, detail, sentence
+from deploy.cli.ps import StackSnapshot, _row, detail, sentence
 from deploy.supervisor.core.members import State, SupervisedProcess
 from deploy.supervisor.core.plan import Counts, all_process_specs
 from deploy.supervisor.state_file import recorded
@@ -81,7 +81,7 @@ async def test_ps_top_and_the_console_have_one_word_for_how_a_process_is(fields:
     said = msgspec.structs.replace(engine("engine-1"), **fields)
     process = next(each for each in all_process_specs(Counts(engines=1)) if each.instance == "engine-1")
     row = _row(
-        recorded(SupervisedProcess(process, pid=said.pid, state="running")), HeardStack({said.instance: said}, {})
+        recorded(SupervisedProcess(process, pid=said.pid, state="running")), StackSnapshot({said.instance: said}, {})
     )
     view = StackView(lambda: 0.0, lambda: 0.0)
     await view.record(said)
@@ -99,5 +99,5 @@ def test_without_a_word_of_its_own_a_process_is_what_its_supervisor_knows(
     state: State, restarts: int, shown: str
 ) -> None:
     process = all_process_specs(Counts(engines=1))[0]
-    row = _row(recorded(SupervisedProcess(process, state=state, restarts=restarts)), HeardStack({}, {}))
+    row = _row(recorded(SupervisedProcess(process, state=state, restarts=restarts)), StackSnapshot({}, {}))
     assert row["phase"] == shown

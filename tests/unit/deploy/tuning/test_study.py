@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deploy.tuning.space import SearchSpace, Settings
-from deploy.tuning.study import OtherQuestion, Study
+from deploy.tuning.study import Study, StudyMismatch
 from deploy.tuning.trials import FinishedTrial, TrialFailed, best_of
 
 SPACE = SearchSpace({"a": tuple("123456"), "b": tuple("123456")})
@@ -70,7 +70,7 @@ def test_a_study_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 def test_another_question_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     study(tmp_path, 5)
-    with pytest.raises(OtherQuestion, match="choose another folder"):
+    with pytest.raises(StudyMismatch, match="choose another folder"):
         study(tmp_path, 5, question="other")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gateway.api.audio.answer import Heard, answer_body, done_event
+from services.gateway.api.audio.answer import Transcript, answer_body, done_event
 from services.gateway.api.audio.request import AudioRequest, Fields, Task, read_audio_request
 from services.gateway.api.audio.segments import SpokenSegment, WindowTimes, segments_of
 from services.gateway.api.audio.words import SpokenWord
@@ -118,7 +118,7 @@ def test_answers_have_their_shapes() -> None:
         SpokenSegment(0.0, 1.5, " One --> two\n", (1, 2), -0.5, 0.0, 0.0),
         SpokenSegment(3661.04, 3662.0, " three", (3,), -0.25, 0.5, 0.0),
     )
-    heard = Heard(3662.4, "de", "One --> two three", said)
+    heard = Transcript(3662.4, "de", "One --> two three", said)
     bodies = {
         form: answer_body(read(response_format=form), heard)[0].decode() for form in ("json", "text", "srt", "vtt")
     }

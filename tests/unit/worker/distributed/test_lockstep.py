@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.distributed.host_bell import BellState
-from services.worker.distributed.lockstep import GroupTopology, Lockstep, StepsApart
+from services.worker.distributed.host_notifier import NotifierState
+from services.worker.distributed.lockstep import GroupTopology, Lockstep, StepsOutOfSync
 
 DEADLINE = 60.0
 
 
-class SharedBell:
-    """The bell of all ranks, in one process."""
+class SharedNotifier:
+    """The notifier of all ranks, in one process."""
 
     def __init__(self, ranks: int, called: int = 0) -> None:
         self.condition = threading.Condition()
@@ -32,18 +32,18 @@ class SharedBell:
 
 
 @dataclass
-class RankBell:
+class RankNotifier:
     """One rank's end of it."""
 
-    shared: SharedBell
+    shared: SharedNotifier
     rank: int
     jitter: Random
 
-    def state(self) -> BellState:
+    def state(self) -> NotifierState:
         with self.shared.condition:
-            return BellState(self.shared.changes, self.shared.called)
+            return NotifierState(self.shared.changes, self.shared.called)
 
-    def ring(self, call: int | None = None) -> None:
+    def notify(self, call: int | None = None) -> None:
         with self.shared.condition:
             if call is not None and 0 < (call - self.shared.called) % 2**32 < 2**31:
                 self.shared.called = call
@@ -51,7 +51,7 @@ class RankBell:
             self.shared.condition.notify_all()
 
     def wait(self, seen: int, seconds: float) -> None:
-        """Without an end but the ring: a ring that is lost is seen."""
+        """Without an end but the notification: one that is lost is seen."""
         with self.shared.condition:
             self.shared.waits += 1
             assert self.shared.condition.wait_for(lambda: self.shared.changes != seen, DEADLINE)
@@ -126,9 +126,9 @@ class SimulatedRank:
         self.lockstep.stir()
 
 
-def group(engines: int, tp: int, begun: int = 0, seed: int = 0) -> tuple[SharedBell, list[SimulatedRank]]:
+def group(engines: int, tp: int, begun: int = 0, seed: int = 0) -> tuple[SharedNotifier, list[SimulatedRank]]:
     """`begun`: so many steps are over. `seed`: of who is late."""
-    bell, everybody = SharedBell(engines * tp, begun), Meeting(engines * tp)
+    notifier, everybody = SharedNotifier(engines * tp, begun), Meeting(engines * tp)
     own = [Meeting(tp) for _ in range(engines)]
     ranks = []
     for number in range(engines * tp):
@@ -139,11 +139,11 @@ def group(engines: int, tp: int, begun: int = 0, seed: int = 0) -> tuple[SharedB
 
         ranks.append(
             SimulatedRank(
-                place, Lockstep(place, RankBell(bell, number, Random(seed + number)), agree), own[place.engine]
+                place, Lockstep(place, RankNotifier(notifier, number, Random(seed + number)), agree), own[place.engine]
             )
         )
         ranks[-1].lockstep._steps = begun
-    return bell, ranks
+    return notifier, ranks
 
 
 PLANS = st.builds(Plan, st.lists(st.integers(1, 9), max_size=2).map(tuple), st.booleans())
@@ -161,7 +161,7 @@ def test_every_plan_is_computed_by_its_engines_ranks_in_steps_of_all(
 ) -> None:
     """Plans come to an engine's ranks in one order, but to each when it pleases: late behind steps of others, early."""
     engines, tp = shape
-    bell, ranks = group(engines, tp, begun, seed)
+    notifier, ranks = group(engines, tp, begun, seed)
     threads = [threading.Thread(target=rank.run, daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -176,7 +176,7 @@ def test_every_plan_is_computed_by_its_engines_ranks_in_steps_of_all(
     expected = [[plan for engine, plan in sent if engine % engines == number] for number in range(engines)]
     until(lambda: all(rank.computed == expected[rank.place.engine] or rank.error for rank in ranks))
     steps = max(len(rank.steps) for rank in ranks)  # some may still be in the last one, which others had a plan for
-    until(lambda: bell.waits == len(ranks) or any(rank.error for rank in ranks))
+    until(lambda: notifier.waits == len(ranks) or any(rank.error for rank in ranks))
     for rank in ranks:
         rank.send(None)
     for thread in threads:
@@ -202,6 +202,6 @@ def test_a_rank_that_brings_other_rows_than_its_engines_first_says_so() -> None:
     _, (first, second) = group(1, 2)
     thread = threading.Thread(target=lambda: first.lockstep.begin(3, 1), daemon=True)
     thread.start()
-    with pytest.raises(StepsApart, match="rank 1 has 2 rows in the group's step 1, the first 3"):
+    with pytest.raises(StepsOutOfSync, match="rank 1 has 2 rows in the group's step 1, the first 3"):
         second.lockstep.begin(2, 1)
     thread.join(DEADLINE)

@@ -42,8 +42,8 @@ class StandbyStack(Simulation):
     def obeys(self) -> None:
         """Every engine is loaded, and is what it is to be."""
         for each in list(self.supervisor.members()):
-            stands_by = each.standby and each.process.service == "scheduler"
-            self.reports(each.process.instance, "draining" if stands_by else "ready", standby=stands_by)
+            is_standby = each.standby and each.process.service == "scheduler"
+            self.reports(each.process.instance, "draining" if is_standby else "ready", standby=is_standby)
 
     def standing_by(self) -> set[str]:
         return {m.process.instance for m in self.supervisor.members() if m.standby}

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.arena.in_flight_block import InFlightBlock, checksum
 from kvstore.core.layout import CHECKSUM, PAGE
-from kvstore.node.landing_room import LandingRoom
+from kvstore.node.incoming_slots import IncomingSlots
 from kvstore.node.node_store import NodeStore
 from kvstore.transfer.interface import BlockName
 from shared.blocks import BlockHash
@@ -46,7 +46,7 @@ def received(block: BlockName, view: memoryview, client: Client) -> InFlightBloc
 
 def test_what_was_received_into_its_slot_is_found_there(store: NodeStore) -> None:
     client = Client(store)
-    with LandingRoom(store, client.layout) as room:
+    with IncomingSlots(store, client.layout) as room:
         views = room.reserve(BLOCKS[:3])
         assert client.found(NAMES[:3]) == 0
         for block, view in zip(BLOCKS, views, strict=False):
@@ -58,7 +58,7 @@ def test_what_was_received_into_its_slot_is_found_there(store: NodeStore) -> Non
 
 def test_what_did_not_come_is_given_up_and_its_slot_free_at_once(store: NodeStore) -> None:
     client = Client(store)
-    with LandingRoom(store, client.layout) as room:
+    with IncomingSlots(store, client.layout) as room:
         [view, *_] = room.reserve(BLOCKS[:3])
         assert view is not None
         assert room.land(received(BLOCKS[0], view, client))
@@ -70,7 +70,7 @@ def test_what_did_not_come_is_given_up_and_its_slot_free_at_once(store: NodeStor
 def test_there_is_no_memory_for_what_is_here_and_no_more_than_the_arena_has(store: NodeStore) -> None:
     client = Client(store)
     client.save(NAMES[:1])
-    with LandingRoom(store, client.layout) as room:
+    with IncomingSlots(store, client.layout) as room:
         views = room.reserve(BLOCKS)
         assert views[0] is None
         # The block that is here is not pushed out by those that follow it.
@@ -79,13 +79,13 @@ def test_there_is_no_memory_for_what_is_here_and_no_more_than_the_arena_has(stor
 
 def test_a_block_of_more_tokens_than_blocks_have_finds_no_room(store: NodeStore) -> None:
     client = Client(store)
-    with LandingRoom(store, client.layout) as room:
+    with IncomingSlots(store, client.layout) as room:
         assert room.reserve([BLOCKS[0]._replace(tokens=17)]) == []
 
 
 def test_a_block_whose_lease_has_run_out_is_not_committed(store: NodeStore, clock: Clock) -> None:
     client = Client(store)
-    with LandingRoom(store, client.layout) as room:
+    with IncomingSlots(store, client.layout) as room:
         [view] = room.reserve(BLOCKS[:1])
         assert view is not None
         clock.now += room.seconds
@@ -99,7 +99,7 @@ def test_a_block_whose_lease_has_run_out_is_not_committed(store: NodeStore, cloc
 
 def test_a_block_in_other_memory_is_copied(store: NodeStore) -> None:
     client = Client(store)
-    with LandingRoom(store, client.layout) as room:
+    with IncomingSlots(store, client.layout) as room:
         elsewhere = memoryview(bytearray(client.arena.geometry.payload_bytes))
         assert room.land(received(BLOCKS[0], elsewhere, client))
         elsewhere[:] = bytes(len(elsewhere))

@@ -15,8 +15,8 @@ WRITE_SHARE = 0.9
 """Share of a lease during which its slot is written to. What is late all the same meets a slot that rests (ADR 5)."""
 
 
-class LandingRoom:
-    """Owns the slots that were reserved and have no block yet; gives them up at the end. A `BlockRoom`."""
+class IncomingSlots:
+    """Owns the slots that were reserved and have no block yet; gives them up at the end. A `BlockDestination`."""
 
     def __init__(self, store: NodeStore, layout: str) -> None:
         self._store = store
@@ -24,7 +24,7 @@ class LandingRoom:
         self._open: dict[BlockHash, tuple[OpenSlot, memoryview]] = {}
         self.seconds = store.core.leases.seconds * WRITE_SHARE
 
-    def __enter__(self) -> LandingRoom:
+    def __enter__(self) -> IncomingSlots:
         return self
 
     def __exit__(
@@ -36,7 +36,7 @@ class LandingRoom:
             self._store.give_up_slot(opened.key)
 
     def reserve(self, blocks: Sequence[BlockName]) -> Sequence[memoryview | None]:
-        """Memory for each of the blocks; see `BlockRoom.reserve`."""
+        """Memory for each of the blocks; see `BlockDestination.reserve`."""
         memory: list[memoryview | None] = []
         for block in blocks:
             if self._store.is_known(self._layout, block.hash):

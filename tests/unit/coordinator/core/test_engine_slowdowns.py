@@ -10,7 +10,13 @@ import pytest
 from services.coordinator.config import CoordinatorConfig
 from services.coordinator.core.actions import PlaceRequest
 from services.coordinator.core.coordinator import Coordinator
-from services.coordinator.core.engine_paces import COMPARE_SECONDS, MEDIAN_PACE, MEMORY_SECONDS, EnginePaces, Pace
+from services.coordinator.core.engine_slowdowns import (
+    COMPARE_SECONDS,
+    MEMORY_SECONDS,
+    NO_SLOWDOWN,
+    EngineSlowdowns,
+    Slowdown,
+)
 from shared.ids import InstanceId
 from shared.messages.lifecycle import EngineReport, StepTimeFit, StepTimesReport
 from tests.support.engines.coordinator_events import at, detokenizer, engine, route
@@ -34,76 +40,76 @@ def report(step_times: StepTimesReport | None, steps: int = 1) -> EngineReport:
     return life.engine
 
 
-def compared(*reported: StepTimesReport | None) -> list[Pace]:
-    paces = EnginePaces()
+def compared(*reported: StepTimesReport | None) -> list[Slowdown]:
+    slowdowns = EngineSlowdowns()
     names = [InstanceId(f"e{number}") for number in range(len(reported))]
     for name, each in zip(names, reported, strict=True):
-        paces.record(name, report(each), 0.0)
-    paces.compare(0.0)
-    return [paces.of(name) for name in names]
+        slowdowns.record(name, report(each), 0.0)
+    slowdowns.compare(0.0)
+    return [slowdowns.of(name) for name in names]
 
 
 def test_paces_are_relative_to_the_median_engine_and_of_two_kinds() -> None:
-    paces = compared(times(1, 1), times(1, 1), times(1, 1), times(4, 2))
-    assert paces == [MEDIAN_PACE, MEDIAN_PACE, MEDIAN_PACE, Pace(4, 2)]
+    slowdowns = compared(times(1, 1), times(1, 1), times(1, 1), times(4, 2))
+    assert slowdowns == [NO_SLOWDOWN, NO_SLOWDOWN, NO_SLOWDOWN, Slowdown(4, 2)]
 
 
 @pytest.mark.parametrize("tokens", [2, 10, 40])
 def test_an_engine_with_few_requests_is_compared_at_the_others_steps(tokens: float) -> None:
-    paces = compared(times(1, 1, tokens), *(times(1, 1) for _ in range(3)), times(2, 2, tokens))
-    assert paces == [MEDIAN_PACE] * 4 + [Pace(2, 2)]
+    slowdowns = compared(times(1, 1, tokens), *(times(1, 1) for _ in range(3)), times(2, 2, tokens))
+    assert slowdowns == [NO_SLOWDOWN] * 4 + [Slowdown(2, 2)]
 
 
 def test_engines_that_are_nearly_alike_have_one_pace() -> None:
-    assert set(compared(*(times(1 + noise, 1 - noise) for noise in (0.0, 0.05, -0.05, 0.1, -0.1)))) == {MEDIAN_PACE}
+    assert set(compared(*(times(1 + noise, 1 - noise) for noise in (0.0, 0.05, -0.05, 0.1, -0.1)))) == {NO_SLOWDOWN}
 
 
 def test_an_engine_without_figures_has_the_medians_and_so_has_one_that_is_alone() -> None:
-    assert compared(times(1, 1), None, times(None, 1), times(4, 4), times(1, 1))[1] == MEDIAN_PACE
-    assert compared(times(7, 7), None) == [MEDIAN_PACE, MEDIAN_PACE]
+    assert compared(times(1, 1), None, times(None, 1), times(4, 4), times(1, 1))[1] == NO_SLOWDOWN
+    assert compared(times(7, 7), None) == [NO_SLOWDOWN, NO_SLOWDOWN]
     assert compared(times(1, None), times(1, 3), times(3, None))[2].decode == 1
 
 
 def test_paces_are_bounded() -> None:
-    assert compared(times(1, 1), times(1, 1), times(1000, 0.001))[2] == Pace(8, 1 / 8)
+    assert compared(times(1, 1), times(1, 1), times(1000, 0.001))[2] == Slowdown(8, 1 / 8)
 
 
 def test_a_pace_that_wavers_between_two_grades_stays() -> None:
-    paces, found = EnginePaces(), []
+    slowdowns, found = EngineSlowdowns(), []
     for turn, slowness in enumerate((2.0, 2.2, 1.9, 2.15, 1.85)):
         for name, each in (("a", 1.0), ("b", 1.0), ("slow", slowness)):
-            paces.record(InstanceId(name), report(times(each, each), steps=turn), turn * COMPARE_SECONDS)
-        changed = paces.compare(turn * COMPARE_SECONDS)
-        found.append((changed, paces.of(InstanceId("slow"))))
-    assert found == [(["slow"], Pace(2, 2)), *[([], Pace(2, 2))] * 4]
+            slowdowns.record(InstanceId(name), report(times(each, each), steps=turn), turn * COMPARE_SECONDS)
+        changed = slowdowns.compare(turn * COMPARE_SECONDS)
+        found.append((changed, slowdowns.of(InstanceId("slow"))))
+    assert found == [(["slow"], Slowdown(2, 2)), *[([], Slowdown(2, 2))] * 4]
 
 
 def test_what_an_idle_engine_measured_long_ago_is_forgotten_and_so_is_one_that_is_gone() -> None:
-    paces = EnginePaces()
+    slowdowns = EngineSlowdowns()
     for name in ("a", "b", "c"):
-        paces.record(InstanceId(name), report(times(1, 1)), 0.0)
-    paces.record(InstanceId("slow"), report(times(2, 2)), 0.0)
-    paces.compare(0.0)
+        slowdowns.record(InstanceId(name), report(times(1, 1)), 0.0)
+    slowdowns.record(InstanceId("slow"), report(times(2, 2)), 0.0)
+    slowdowns.compare(0.0)
     now = MEMORY_SECONDS + COMPARE_SECONDS
     for name in ("a", "b", "c"):
-        paces.record(InstanceId(name), report(times(1, 1), steps=2), now)
-    paces.record(InstanceId("slow"), report(times(2, 2)), now)
-    assert paces.of(InstanceId("slow")) == Pace(2, 2)
-    assert paces.compare(now) == ["slow"]
-    assert paces.of(InstanceId("slow")) == MEDIAN_PACE
-    paces.record(InstanceId("slow"), report(times(2, 2), steps=2), now + 1)
-    assert paces.compare(now + 1) == ["slow"]
-    paces.forget(InstanceId("slow"))
-    assert paces.of(InstanceId("slow")) == MEDIAN_PACE
+        slowdowns.record(InstanceId(name), report(times(1, 1), steps=2), now)
+    slowdowns.record(InstanceId("slow"), report(times(2, 2)), now)
+    assert slowdowns.of(InstanceId("slow")) == Slowdown(2, 2)
+    assert slowdowns.compare(now) == ["slow"]
+    assert slowdowns.of(InstanceId("slow")) == NO_SLOWDOWN
+    slowdowns.record(InstanceId("slow"), report(times(2, 2), steps=2), now + 1)
+    assert slowdowns.compare(now + 1) == ["slow"]
+    slowdowns.forget(InstanceId("slow"))
+    assert slowdowns.of(InstanceId("slow")) == NO_SLOWDOWN
 
 
 def test_engines_are_compared_once_a_second_at_most() -> None:
-    paces = EnginePaces()
-    paces.compare(0.0)
+    slowdowns = EngineSlowdowns()
+    slowdowns.compare(0.0)
     for name, slowness in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
-        paces.record(InstanceId(name), report(times(slowness, slowness)), 0.5)
-    assert paces.compare(0.9) == []
-    assert paces.compare(COMPARE_SECONDS) == ["c"]
+        slowdowns.record(InstanceId(name), report(times(slowness, slowness)), 0.5)
+    assert slowdowns.compare(0.9) == []
+    assert slowdowns.compare(COMPARE_SECONDS) == ["c"]
 
 
 def placements(config: CoordinatorConfig, slowness: Sequence[float], requests: int) -> Counter[str]:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 
-class BellState(NamedTuple):
-    """What a bell shows."""
+class NotifierState(NamedTuple):
+    """What a notifier shows."""
 
     changes: int
-    """Becomes another number with each ring."""
+    """Becomes another number with each `notify`."""
     called: int
     """The greatest number that was called, modulo 2 ** 32."""
 
 
-class HostBell(Protocol):
+class HostNotifier(Protocol):
     """What ranks of a host that have nothing to do wait for, and a number that each shows the others."""
 
-    def state(self) -> BellState:
+    def state(self) -> NotifierState:
         """What it shows now."""
 
-    def ring(self, call: int | None = None) -> None:
+    def notify(self, call: int | None = None) -> None:
         """Wakes whoever waits; with a number, that is called from now on unless a greater one is."""
 
     def wait(self, seen: int, seconds: float) -> None:

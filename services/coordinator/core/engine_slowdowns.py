@@ -15,9 +15,9 @@ from shared.ids import InstanceId, ModelName
 from shared.messages.lifecycle import EngineReport, StepTimeFit, StepTimesReport
 
 GRADES_PER_OCTAVE = 4
-"""Paces are told apart in steps of 19%: so engines that are alike have the same one, whatever their noise."""
+"""Slowdowns are told apart in steps of 19%: so engines that are alike have the same one, whatever their noise."""
 HYSTERESIS = 0.75
-"""Of a grade: so far a pace goes from the one that it has before it gets another."""
+"""Of a grade: so far a slowdown moves from the one that an engine has before it gets another."""
 MAX_GRADE = 3 * GRADES_PER_OCTAVE
 """No engine counts as slower than 8 times the median, nor as quicker than an eighth of it."""
 COMPARE_SECONDS = 1.0
@@ -27,14 +27,14 @@ MEMORY_SECONDS = 60.0
 that was busy with something else is not avoided for ever."""
 
 
-class Pace(NamedTuple):
+class Slowdown(NamedTuple):
     """What an engine's work costs, as a multiple of what the median engine's does."""
 
     prefill: float = 1.0
     decode: float = 1.0
 
 
-MEDIAN_PACE = Pace()
+NO_SLOWDOWN = Slowdown()
 """Also that of an engine that has measured nothing."""
 
 
@@ -43,8 +43,8 @@ class _Grades(NamedTuple):
     decode: int = 0
 
     @property
-    def pace(self) -> Pace:
-        return Pace(2.0 ** (self.prefill / GRADES_PER_OCTAVE), 2.0 ** (self.decode / GRADES_PER_OCTAVE))
+    def slowdown(self) -> Slowdown:
+        return Slowdown(2.0 ** (self.prefill / GRADES_PER_OCTAVE), 2.0 ** (self.decode / GRADES_PER_OCTAVE))
 
 
 MEDIAN_GRADES = _Grades()
@@ -58,14 +58,14 @@ class _MeasuredEngine(NamedTuple):
     times: StepTimesReport | None
 
 
-class EnginePaces:
-    """Owns the newest step times of each engine, and its pace."""
+class EngineSlowdowns:
+    """Owns the newest step times of each engine, and its slowdown."""
 
     def __init__(self) -> None:
         self._measured: dict[InstanceId, _MeasuredEngine] = {}
         self._grades: dict[InstanceId, _Grades] = {}
-        self.unlike: dict[InstanceId, Pace] = {}
-        """The paces of those engines that have not the median's."""
+        self.unlike: dict[InstanceId, Slowdown] = {}
+        """Of the engines that are not as fast as the median one."""
         self._compared_at: float | None = None
 
     def record(self, engine: InstanceId, report: EngineReport, now: float) -> None:
@@ -81,12 +81,12 @@ class EnginePaces:
         self._grades.pop(engine, None)
         self.unlike.pop(engine, None)
 
-    def of(self, engine: InstanceId) -> Pace:
+    def of(self, engine: InstanceId) -> Slowdown:
         """That of the last comparison; the median's where it has measured nothing."""
-        return self.unlike.get(engine, MEDIAN_PACE)
+        return self.unlike.get(engine, NO_SLOWDOWN)
 
     def compare(self, now: float) -> list[InstanceId]:
-        """Compares all engines, if that is due. Returns those that have another pace now."""
+        """Compares all engines, if that is due. Returns those whose slowdown has changed."""
         if self._compared_at is not None and now - self._compared_at < COMPARE_SECONDS:
             return []
         self._compared_at = now
@@ -113,7 +113,7 @@ class EnginePaces:
                 self._grades[name] = grades
                 self.unlike.pop(name, None)
                 if grades != MEDIAN_GRADES:
-                    self.unlike[name] = grades.pace
+                    self.unlike[name] = grades.slowdown
         return changed
 
 
