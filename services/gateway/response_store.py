@@ -64,6 +64,36 @@ class StoredResponse(Struct, frozen=True, kw_only=True):
         return status
 
 
+class WrittenResponse(NamedTuple):
+    """A stored response that is only passed on: read as objects it would take 0.3 s and many times its size for each
+    MiB, as log-probabilities are."""
+
+    json: bytes
+    items_size: int
+    in_background: bool
+
+    @property
+    def status(self) -> str:
+        """OpenAI's status of a response."""
+        return _status.decode(self.json).status
+
+
+class _Status(Struct):
+    status: str
+
+
+class _Behind(Struct):
+    """What a record says behind the response."""
+
+    items_size: int
+    body: str | None = None
+
+
+_BEFORE, _BEHIND = b'{"response":', b',"items_size":'
+"""What is around the response in a record. The latter stands nowhere behind it once more: quotes within a text have a
+backslash before them."""
+_status = msgspec.json.Decoder(_Status)
+_behind = msgspec.json.Decoder(_Behind)
 _decoder = msgspec.json.Decoder(StoredResponse)
 _encoder = msgspec.json.Encoder()
 _raw_items = msgspec.json.Decoder(list[msgspec.Raw])
@@ -107,15 +137,32 @@ class ResponseStore:
 
     async def find(self, id: str, owner: str) -> tuple[Record, StoredResponse]:
         """Returns a response that `owner` has stored. Raises RequestError 404."""
+        record = await self._record(id, owner)
+        return record, _decoder.decode(record.value)
+
+    async def written(self, id: str, owner: str, hold: Hold | None = None) -> WrittenResponse:
+        """Returns a response that `owner` has stored, as it was written; `hold` is asked for room for it before it is
+        read. Raises RequestError 404."""
+        if hold is not None:
+            try:
+                await hold(await self.database.value_size(KIND, id))
+            except DatabaseUnavailable as error:
+                raise _unavailable(error) from None
+        value = (await self._record(id, owner)).value
+        end = value.rindex(_BEHIND)
+        behind = _behind.decode(b"{" + value[end + 1 :])
+        return WrittenResponse(value[len(_BEFORE) : end], behind.items_size, behind.body is not None)
+
+    async def _record(self, id: str, owner: str) -> Record:
         try:
             record = await self.database.get(KIND, id)
         except DatabaseUnavailable as error:
             raise _unavailable(error) from None
         if record is None or record.owner != owner:
             raise RequestError(404, f"Response with id {abbreviated(id)} not found.", param="response_id")
-        return record, _decoder.decode(record.value)
+        return record
 
-    async def items(self, id: str, stored: StoredResponse) -> bytes:
+    async def items(self, id: str, stored: StoredResponse | WrittenResponse) -> bytes:
         """Returns all items that a response went on from, as a JSON array. Raises RequestError 404 where they are not
         all there."""
         parts = b""
@@ -268,7 +315,7 @@ class ResponseStore:
 
     async def delete(self, id: str, owner: str) -> None:
         """Forgets a response. Raises RequestError 404."""
-        await self.find(id, owner)
+        await self._record(id, owner)
         try:
             await self.database.delete(KIND, id)
         except DatabaseUnavailable as error:

@@ -27,7 +27,8 @@ SIZES = 2**20
 MAX_PAGE_BYTES = 16 * 2**20
 """Bytes of the objects on a page: one that would go beyond is the next page's first, unless it is alone."""
 MAX_SCANNED = 10_000
-"""Chats that one list looks at where it filters."""
+"""Chats that one list looks at where it filters, and has found something: what it has not is where clients go on from.
+All that a key has are no more than are kept for it."""
 SCANNED_AT_ONCE = 500
 
 
@@ -133,15 +134,18 @@ class ChatStore:
         self, owner: str, wanted: ChatFilter, hold: Hold, *, limit: int, after: str | None, newest_first: bool
     ) -> ChatPage:
         """Returns a page of the owner's chats. Raises RequestError 400 where there is none of the id `after`."""
-        page, size, scanned = ChatPage([], [], more=False), 0, 0
-        while scanned < MAX_SCANNED:
+        page, size, scanned, begin = ChatPage([], [], more=False), 0, 0, after
+        while scanned < MAX_SCANNED or not page.ids:
             try:
                 records = await self._database.page(
                     CHATS, owner, limit=SCANNED_AT_ONCE, after=after, newest_first=newest_first
                 )
             except RecordUnknown:
-                if scanned:
+                if page.ids:
                     return page._replace(more=True)  # it was deleted meanwhile
+                if scanned:
+                    after, scanned = begin, 0
+                    continue
                 raise not_allowed("after", after, "the id of a stored chat is") from None
             for record in records:
                 stored = _decoder.decode(record.value)

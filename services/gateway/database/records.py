@@ -95,6 +95,10 @@ class Database(ABC):
         """The record; None where there is none."""
 
     @abstractmethod
+    async def value_size(self, kind: str, id: str) -> int:
+        """How many bytes a record says, before they are read; 0 where there is none."""
+
+    @abstractmethod
     async def replace(self, record: Record) -> Record | None:
         """Writes value, size, expires, due and holder over the version that `record` has, and returns the next version.
         None where that version is gone: read it again."""

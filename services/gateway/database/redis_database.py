@@ -130,6 +130,11 @@ class RedisDatabase(Database):
         found = await self._get(kind, id)
         return found if found is not None and self._is_valid(found) else None
 
+    async def value_size(self, kind: str, id: str) -> int:
+        """See `Database`."""
+        size: int = await self._answer(self._redis.hstrlen(_record_key(kind, id), "value"))
+        return size
+
     async def replace(self, record: Record) -> Record | None:
         """See `Database`."""
         following = record.changed(version=record.version + 1)

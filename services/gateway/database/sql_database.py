@@ -71,6 +71,10 @@ class SqlDatabase(Database):
         found = await self._run(lambda tables, connection: tables.get(connection, kind, id))
         return found if found is not None and self._is_valid(found) else None
 
+    async def value_size(self, kind: str, id: str) -> int:
+        """See `Database`."""
+        return await self._run(lambda tables, connection: tables.value_size(connection, kind, id))
+
     async def replace(self, record: Record) -> Record | None:
         """See `Database`."""
         return await self._run(lambda tables, connection: tables.replace(connection, record))

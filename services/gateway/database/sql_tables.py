@@ -98,6 +98,11 @@ class SqlTables:
         """The record, expired or not."""
         return self._first(connection, self._select().where(*self._is(kind, id)))
 
+    def value_size(self, connection: Connection, kind: str, id: str) -> int:
+        """Bytes that the record says; 0 where there is none."""
+        statement = select(func.length(self._records.c.value)).where(*self._is(kind, id))
+        return connection.execute(statement).scalar() or 0
+
     def replace(self, connection: Connection, record: Record) -> Record | None:
         """The next version; None where the one of `record` is gone."""
         columns = self._records.c

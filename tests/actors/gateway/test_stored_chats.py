@@ -83,6 +83,19 @@ async def test_long_contents_are_read_part_by_part(stack: GatewayStack, monkeypa
     assert [each.content async for each in messages.list(kept.id)] == texts
 
 
+async def test_a_filter_finds_what_is_behind_any_number_of_others(
+    stack: GatewayStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_store, "SCANNED_AT_ONCE", 1)
+    monkeypatch.setattr(chat_store, "MAX_SCANNED", 2)
+    kept = [await create(stack, metadata={"a": value}) for value in "xyyyxy"]
+    chats = stack.openai.chat.completions
+    assert [each.id async for each in chats.list(metadata={"a": "x"})] == [kept[0].id, kept[4].id]
+    page = await chats.list(metadata={"a": "x"})
+    assert ([each.id for each in page.data], page.has_more) == ([kept[0].id], True)
+    assert [each async for each in chats.list(metadata={"a": "z"})] == []
+
+
 async def test_what_is_read_is_held_as_bodies_are(stack: GatewayStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of 16 MiB that many ask for at once would take all memory."""
     kept, chats = await create(stack), stack.openai.chat.completions

@@ -42,7 +42,7 @@ def last_messages(*stacks: GatewayStack) -> list[Any]:
 async def test_a_response_is_found_again_and_goes_on_at_another_gateway(memory_bus: MemoryBus, tmp_path: Path) -> None:
     settings: Any = {"database_file": tmp_path / "database.sqlite"}
     async with gateway_stack(memory_bus, **settings) as stack:
-        first = await create(stack, input="one", instructions="Be short.", metadata={"a": "b"})
+        first = await create(stack, input="one", instructions="Be short.", metadata={"a": ',"items_size":1}'})
         assert (first.store, first.previous_response_id) == (True, None)
         assert (await stack.openai.responses.retrieve(first.id)) == first
         stream = await create(stack, input="two", previous_response_id=first.id, stream=True)
@@ -260,6 +260,19 @@ async def test_additions_to_a_conversation_at_once_are_all_kept_and_each_once(st
     assert [item.id for item in await store.conversations.items(made.id, "")][12:] == ["b", "o"]
 
 
+async def test_pages_show_all_items_though_some_have_the_same_id(stack: GatewayStack) -> None:
+    client = stack.openai.conversations
+    for ids in ("abab", "aaab", "baaa"):
+        named: Any = [{"id": id, "role": "user", "content": str(i)} for i, id in enumerate(ids)]
+        made = await client.create(items=named[:2])
+        await client.items.create(made.id, items=named[2:])
+        for limit in (1, 2, 3):
+            listed: list[Any] = [item async for item in client.items.list(made.id, order="asc", limit=limit)]
+            assert [item.content[0].text for item in listed] == ["0", "1", "2", "3"]
+        newest = await client.items.list(made.id, limit=2)
+        assert [item.id for item in newest.data] == {"abab": ["b", "a"], "aaab": ["b", "a"], "baaa": ["a"]}[ids]
+
+
 async def test_what_is_read_of_the_database_is_held_as_bodies_are(
     stack: GatewayStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +295,9 @@ async def test_what_is_read_of_the_database_is_held_as_bodies_are(
     await client.items.delete(str(item.id), conversation_id=made.id)
     assert len(held) == 6
     assert all(size > len(long) for size in held)
+    held.clear()
+    shown = await stack.http.get(f"/v1/responses/{first.id}")
+    assert 1 <= sum(held) / len(shown.content) < 1.2
 
 
 async def test_conversations_have_bounds(

@@ -91,6 +91,7 @@ async def test_a_record_is_read_as_it_was_written(database: Database, kind: str)
     assert await database.get(kind, "one") == full
     assert await database.get(kind, "two") == plain
     assert await database.get(f"{kind}x", "one") is None
+    assert [await database.value_size(kind, id) for id in ("one", "two", "none")] == [256, 0, 0]
 
 
 async def test_what_is_there_is_not_inserted_again(database: Database, kind: str) -> None:

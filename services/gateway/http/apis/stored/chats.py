@@ -26,13 +26,13 @@ class StoredChatEndpoints:
         if self._store is None:
             await _respond_page(call, ChatPage([], [], more=False))
             return
-        page = await self._store.page(
+        page = self._store.page(
             *(call.key.name, asked.filter, call.hold_answer),
             limit=asked.limit,
             after=asked.after,
             newest_first=asked.newest_first,
         )
-        await _respond_page(call, page)
+        await _respond_page(call, await call.unless_left(page))
 
     async def get(self, call: Call) -> None:
         """`GET /v1/chat/completions/{id}`. Raises RequestError."""

@@ -28,14 +28,27 @@ class ItemPage:
         """Returns them; `items`: all, the oldest first. Raises RequestError 400."""
         if self._order == "desc":
             items = items[::-1]
-        if self._after is not None:
-            places = [i for i, item in enumerate(items) if item.id == self._after]
-            if not places:
-                raise not_allowed("after", self._after, "the id of one of the items is")
-            items = items[places[0] + 1 :]
-        shown = items[: self._limit]
+        first = dict[str, int]()
+        for place, item in enumerate(items):
+            first.setdefault(item.id, place)
+        if self._after is not None and self._after not in first:
+            raise not_allowed("after", self._after, "the id of one of the items is")
+        begin = 0 if self._after is None else first[self._after] + 1
+        shown = items[begin : self._end(items, first, begin)]
         ends = {"first_id": shown[0].id, "last_id": shown[-1].id} if shown else {"first_id": None, "last_id": None}
-        return {"object": "list", "data": [item.json for item in shown], **ends, "has_more": len(items) > len(shown)}
+        more = begin + len(shown) < len(items)
+        return {"object": "list", "data": [item.json for item in shown], **ends, "has_more": more}
+
+    def _end(self, items: list[WrittenItem], first: dict[str, int], begin: int) -> int:
+        """Where a page ends. Its last item is where clients go on from: not one with an id that an earlier item has
+        (clients may name items, and twice the same), with which they would be shown the same page again. Such a page
+        is shorter, or longer where it has nothing else."""
+        end = min(begin + self._limit, len(items))
+        shorter = (place for place in range(end - 1, begin - 1, -1) if first[items[place].id] == place)
+        longer = (place for place in range(end, len(items)) if first[items[place].id] == place)
+        if end == len(items):
+            return end
+        return next(shorter, next(longer, len(items) - 1)) + 1
 
 
 def read_query(call: Call, *known: str) -> dict[str, str]:

@@ -35,13 +35,12 @@ class StoredResponseEndpoints:
             raise unsupported("include_obfuscation", "obfuscation")
         after = number_of(query, "starting_after", 0, 10**11, -1)
         background, id = self._named(call)
-        _, stored = await background.store.find(id, call.key.name)
         if query.get("stream") != "true":
             if "starting_after" in query:
                 raise invalid("starting_after", "only allowed when stream is true")
-            await call.respond_json(stored.response)
+            await call.respond((await background.store.written(id, call.key.name, call.hold_answer)).json)
             return
-        if stored.body is None:
+        if not (await background.store.written(id, call.key.name)).in_background:
             raise invalid("stream", "only a response that was made with background is streamed again")
         await follow_events(call, background.store, id, after, self._settings, self._timeout)
 
@@ -60,7 +59,7 @@ class StoredResponseEndpoints:
         """`GET /v1/responses/{id}/input_items`: all items that it went on from. Raises RequestError."""
         page = ItemPage(call)
         background, id = self._named(call)
-        _, stored = await background.store.find(id, call.key.name)
+        stored = await background.store.written(id, call.key.name)
         await call.hold_answer(stored.items_size)
         await call.respond_json(page.of(await written_items(await background.store.items(id, stored))))
 
@@ -77,12 +76,12 @@ async def follow_events(
 ) -> None:
     """Responds with the stored events of a response behind the number `after`, and with those that come within
     `timeout` seconds, whichever gateway makes them. Raises RequestError as long as no response was started."""
-    await store.find(id, call.key.name)
+    await store.written(id, call.key.name)
     await call.start(200, EVENT_STREAM, STREAM_HEADERS)
     began = written = time.monotonic()
     while not call.connection.is_closing():
         try:
-            _, stored = await store.find(id, call.key.name)
+            stored = await store.written(id, call.key.name)
             events = await store.events(id, after)
         except RequestError as error:
             if error.status == 404:
