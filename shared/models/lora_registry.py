@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,9 @@ from shared.private_files import replace_private
 MAX_REGISTERED_LORAS = 256
 """Adapters of one engine: each of its heartbeats names them all."""
 MAX_FILE_BYTES = 2**20
+LOCK_SECONDS = 5.0
+"""That a change waits for another process's, which takes milliseconds: one that hangs would else hang all."""
+LOCK_PAUSE = 0.01
 
 
 class LoraRegistryError(Exception):
@@ -76,6 +80,8 @@ class LoraRegistry:
             return {}
         except OSError as error:
             raise LoraRegistryError(f"{self.path}: {error.strerror}") from None
+        if len(data) > MAX_FILE_BYTES:
+            raise LoraRegistryError(f"{self.path}: larger than the {MAX_FILE_BYTES} bytes that are allowed")
         try:
             found = msgspec.json.decode(data, type=_Contents).loras
         except msgspec.MsgspecError as error:
@@ -94,12 +100,14 @@ class LoraRegistry:
                 raise LoraRegistryError(f"{self.path}: it has {len(loras)} adapters, as many as are allowed")
             self._write({**loras, name: path})
 
-    def remove(self, name: ModelName) -> bool:
-        """Takes an adapter out; whether it was there. Raises LoraRegistryError."""
+    def remove(self, name: ModelName, path: str | None = None) -> bool:
+        """Takes an adapter out, of which `path` is the folder, or any of the name; whether it was there. Raises
+        LoraRegistryError."""
         with self._locked():
             loras = self.read()
-            if loras.pop(name, None) is None:
+            if name not in loras or path not in (None, loras[name]):
                 return False
+            del loras[name]
             self._write(loras)
             return True
 
@@ -108,12 +116,27 @@ class LoraRegistry:
         """Of all processes of this machine only one changes the file. Raises LoraRegistryError."""
         try:
             with self.path.with_name(f"{self.path.name}.lock").open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._wait_for(lock.fileno())
                 yield
         except OSError as error:
             raise LoraRegistryError(f"{self.path}: {error.strerror or error}") from None
 
+    def _wait_for(self, lock: int) -> None:
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    text = f"another process has been changing it for {LOCK_SECONDS:g} s"
+                    raise LoraRegistryError(f"{self.path}: {text}") from None
+                time.sleep(LOCK_PAUSE)
+            else:
+                return
+
     def _write(self, loras: dict[ModelName, str]) -> None:
-        """As a whole: readers see the file before or after."""
+        """As a whole: readers see the file before or after. Raises LoraRegistryError where nobody would read it."""
         data = msgspec.json.format(msgspec.json.encode({"loras": loras}))
+        if len(data) > MAX_FILE_BYTES:
+            raise LoraRegistryError(f"{self.path}: it would be larger than the {MAX_FILE_BYTES} bytes that are allowed")
         replace_private(self.path, data)

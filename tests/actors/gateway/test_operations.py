@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.gateway.http.admin import loras
 from shared import topics
 from shared.bus import EndpointError
 from shared.bus.memory_bus import MemoryBus
+from shared.ids import ModelName
 from shared.messages.scheduler import Cancel
+from shared.models.lora_registry import LoraRegistry
 from tests.support.gateway.fake_services import MODEL, FakeRing, eventually
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 
@@ -348,3 +352,31 @@ async def test_people_find_a_page_of_the_api(stack: GatewayStack) -> None:
         assert ("content-encoding" in packed.headers) == (name != "docs/start.js")
         assert "content-encoding" not in plain.headers
     assert (await stack.http.get("/docs/nothing.js")).status_code == 404
+
+
+async def test_adapters_that_are_loaded_at_once_are_few_and_none_waits_for_what_is_gone(
+    memory_bus: MemoryBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loras, "MAX_CHANGES", 2)
+    monkeypatch.setattr(loras, "REREAD_SECONDS", 0.05)
+    registry = LoraRegistry(tmp_path / "loras.json")
+    async with gateway_stack(memory_bus, lora_registry=registry.path) as stack:
+
+        async def load(name: str, path: str) -> tuple[int, str]:
+            answer = await stack.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path})
+            return answer.status_code, answer.text
+
+        first = asyncio.create_task(load("poet", "/a"))
+        await eventually(lambda: registry.read() == {"poet": "/a"})
+        second = asyncio.create_task(load("poet", "/b"))
+        await asyncio.sleep(0)
+        status, said = 0, ""
+        while status != 429:  # once the second one waits, too; nobody can load a model's own name
+            status, said = await load(MODEL, "/c")
+        assert "2 adapters are being loaded or unloaded" in said
+        assert registry.remove(ModelName("poet"))  # as another gateway does
+        status, said = await first
+        assert (status, "was unloaded while it was being loaded" in said) == (400, True)
+        await eventually(lambda: registry.read() == {"poet": "/b"})
+        registry.remove(ModelName("poet"))
+        assert (await second)[0] == 400
