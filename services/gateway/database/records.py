@@ -140,8 +140,8 @@ class Database(ABC):
         """Where a record has chunks, in order."""
 
     @abstractmethod
-    async def delete_expired(self) -> int:
-        """Removes up to `MAX_EXPIRED` records that have expired, with their contents; how many."""
+    async def delete_expired(self, now: float) -> int:
+        """Removes up to `MAX_EXPIRED` records that have expired by then, with their contents; how many."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
 
 from services.gateway.database.records import (
     MAX_EXPIRED,
@@ -21,7 +23,11 @@ from services.gateway.database.records import (
 CONNECTIONS = 8
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 5.0
-"""Seconds for one operation, and for a free connection, until Redis counts as unreachable."""
+"""Seconds for one answer of Redis's, and for a free connection, until it counts as unreachable."""
+OPERATION_SECONDS = 8.0
+"""Seconds for one operation, which may ask for several answers: a Redis that is slow makes it fail, and nobody wait."""
+READ_AT_ONCE = 50
+"""Records that are asked for together."""
 
 _PREFIX = "baton:database"
 
@@ -92,6 +98,24 @@ return found
 """
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_time(operation: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """An operation that raises DatabaseUnavailable where it does not end within OPERATION_SECONDS."""
+
+    @functools.wraps(operation)
+    async def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            async with asyncio.timeout(OPERATION_SECONDS):
+                return await operation(*args, **kwargs)
+        except TimeoutError:
+            raise DatabaseUnavailable(f"redis: no answer within {OPERATION_SECONDS:g} s") from None
+
+    return timed
+
+
 class RedisDatabase(Database):
     """Owns the connections to one Redis. It keeps records as safely as its operator has set its persistence, and must
     not be one that evicts keys."""
@@ -119,22 +143,26 @@ class RedisDatabase(Database):
             text: self._redis.register_script(text) for text in (_INSERT, _REPLACE, _DELETE, _ADD_CHUNKS, _CHUNKS)
         }
 
+    @_in_time
     async def insert(self, record: Record) -> bool:
         """See `Database`."""
         fields = [part for name in Record.__struct_fields__ for part in (name, _text(getattr(record, name)))]
         head = (_text(record.due), _text(record.expires), record.id, _text(record.created))
         return bool(await self._script(_INSERT, record.kind, record.id, record.owner, *head, *fields))
 
+    @_in_time
     async def get(self, kind: str, id: str) -> Record | None:
         """See `Database`."""
         found = await self._get(kind, id)
         return found if found is not None and self._is_valid(found) else None
 
+    @_in_time
     async def value_size(self, kind: str, id: str) -> int:
         """See `Database`."""
         size: int = await self._answer(self._redis.hstrlen(_record_key(kind, id), "value"))
         return size
 
+    @_in_time
     async def replace(self, record: Record) -> Record | None:
         """See `Database`."""
         following = record.changed(version=record.version + 1)
@@ -144,11 +172,13 @@ class RedisDatabase(Database):
         done = await self._script(_REPLACE, record.kind, record.id, record.owner, *head, *fields)
         return following if done else None
 
+    @_in_time
     async def delete(self, kind: str, id: str) -> bool:
         """See `Database`."""
         found = await self._get(kind, id)
         return found is not None and bool(await self._script(_DELETE, kind, id, found.owner, id, ""))
 
+    @_in_time
     async def page(
         self, kind: str, owner: str, *, limit: int, after: str | None = None, newest_first: bool = True
     ) -> list[Record]:
@@ -165,13 +195,13 @@ class RedisDatabase(Database):
         records: list[Record] = []
         while len(records) < limit:
             page = await self._answer(self._redis.zrange(key, start, start + limit - 1, desc=newest_first))
-            found = [await self.get(kind, id.decode()) for id in page]
-            records += [record for record in found if record is not None]
+            records += await self._existing(kind, [id.decode() for id in page])
             start += limit
             if len(page) < limit:
                 break
         return records[:limit]
 
+    @_in_time
     async def usage(self, kind: str, owner: str) -> Usage:
         """See `Database`."""
         ids = await self._answer(self._redis.zrange(_list_key(kind, owner), 0, -1))
@@ -181,6 +211,7 @@ class RedisDatabase(Database):
             sizes = await self._answer(pipeline.execute())
         return Usage(len(ids), sum(int(size) for size in sizes if size is not None))
 
+    @_in_time
     async def claim(self, kind: str, holder: str, lease: float) -> Record | None:
         """See `Database`."""
         now = self._clock()
@@ -193,6 +224,7 @@ class RedisDatabase(Database):
                     return taken
         return None
 
+    @_in_time
     async def add_chunks(self, kind: str, id: str, chunks: Mapping[int, bytes], version: int | None = None) -> int:
         """See `Database`."""
         parts = [part for position, data in chunks.items() for part in (str(position), data)]
@@ -201,18 +233,20 @@ class RedisDatabase(Database):
             raise RecordUnknown(id)
         return int(added)
 
+    @_in_time
     async def chunks(self, kind: str, id: str, after: int = -1, max_bytes: int = READ_BYTES) -> list[tuple[int, bytes]]:
         """See `Database`."""
         found = await self._script(_CHUNKS, kind, id, "", str(after), str(max_bytes), str(MAX_READ_CHUNKS))
         return [(int(position), data) for position, data in zip(found[::2], found[1::2], strict=True)]
 
+    @_in_time
     async def positions(self, kind: str, id: str) -> list[int]:
         """See `Database`."""
         return [int(position) for position in await self._answer(self._redis.zrange(_positions_key(kind, id), 0, -1))]
 
-    async def delete_expired(self) -> int:
+    @_in_time
+    async def delete_expired(self, now: float) -> int:
         """See `Database`."""
-        now = self._clock()
         keys = await self._answer(self._redis.zrangebyscore(_ENDS, "-inf", repr(now), start=0, num=MAX_EXPIRED))
         removed = 0
         for key in keys:
@@ -226,9 +260,20 @@ class RedisDatabase(Database):
         """See `Database`."""
         await self._redis.aclose()
 
+    async def _existing(self, kind: str, ids: Sequence[str]) -> list[Record]:
+        """Those of them that are there, and valid."""
+        records: list[Record] = []
+        for start in range(0, len(ids), READ_AT_ONCE):
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for id in ids[start : start + READ_AT_ONCE]:
+                    pipeline.hgetall(_record_key(kind, id))
+                found = await self._answer(pipeline.execute())
+            records += filter(self._is_valid, map(_of_fields, filter(None, found)))
+        return records
+
     async def _get(self, kind: str, id: str) -> Record | None:
         fields = await self._answer(self._redis.hgetall(_record_key(kind, id)))
-        return _record({name.decode(): value for name, value in fields.items()}) if fields else None
+        return _of_fields(fields) if fields else None
 
     async def _script(self, text: str, kind: str, id: str, owner: str, *arguments: str | bytes) -> Any:
         keys = (
@@ -274,6 +319,10 @@ def _text(value: object) -> str | bytes:
     if value is None:
         return ""
     return value if isinstance(value, bytes) else repr(value) if isinstance(value, float) else str(value)
+
+
+def _of_fields(found: Mapping[bytes, bytes]) -> Record:
+    return _record({name.decode(): value for name, value in found.items()})
 
 
 def _record(fields: Mapping[str, bytes]) -> Record:

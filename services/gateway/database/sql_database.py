@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from services.gateway.database.disk_reserve import DiskReserve, is_out_of_room
 from services.gateway.database.records import (
     MAX_EXPIRED,
     MAX_LISTED,
@@ -37,6 +40,9 @@ LOCK_SECONDS = 10
 """Seconds that an operation waits for another one's lock."""
 STATEMENT_SECONDS = 10
 CONNECT_SECONDS = 5
+ROOM_TRIES = 3
+"""Of an operation on a full disk: another gateway may take the room that was made for it."""
+CHECKPOINT = "PRAGMA wal_checkpoint(TRUNCATE)"
 CLAIM_TRIES = 8
 """Records that another gateway may take away in one search for work."""
 
@@ -56,6 +62,7 @@ class SqlDatabase(Database):
         self._engine: Engine | None = None
         self._tables: SqlTables | None = None
         self._open_operations = 0
+        self._reserve = DiskReserve(place) if isinstance(place, Path) else None
 
     @property
     def untouched(self) -> bool:
@@ -64,7 +71,7 @@ class SqlDatabase(Database):
 
     async def insert(self, record: Record) -> bool:
         """See `Database`."""
-        return await self._run(lambda tables, connection: tables.insert(connection, record))
+        return await self._run(lambda tables, connection: tables.insert(connection, record), adds=True)
 
     async def get(self, kind: str, id: str) -> Record | None:
         """See `Database`."""
@@ -81,7 +88,7 @@ class SqlDatabase(Database):
 
     async def delete(self, kind: str, id: str) -> bool:
         """See `Database`."""
-        return await self._run(lambda tables, connection: tables.delete(connection, kind, id))
+        return await self._run(lambda tables, connection: tables.delete(connection, kind, id), frees=True)
 
     async def page(
         self, kind: str, owner: str, *, limit: int, after: str | None = None, newest_first: bool = True
@@ -121,7 +128,9 @@ class SqlDatabase(Database):
 
     async def add_chunks(self, kind: str, id: str, chunks: Mapping[int, bytes], version: int | None = None) -> int:
         """See `Database`."""
-        return await self._run(lambda tables, connection: tables.add_chunks(connection, kind, id, chunks, version))
+        return await self._run(
+            lambda tables, connection: tables.add_chunks(connection, kind, id, chunks, version), adds=True
+        )
 
     async def chunks(self, kind: str, id: str, after: int = -1, max_bytes: int = READ_BYTES) -> list[tuple[int, bytes]]:
         """See `Database`."""
@@ -133,15 +142,14 @@ class SqlDatabase(Database):
         """See `Database`."""
         return await self._run(lambda tables, connection: tables.positions(connection, kind, id))
 
-    async def delete_expired(self) -> int:
+    async def delete_expired(self, now: float) -> int:
         """See `Database`."""
-        now = self._clock()
 
         def remove(tables: SqlTables, connection: Connection) -> int:
             expired = tables.expired(connection, now, MAX_EXPIRED)
             return sum(tables.delete(connection, kind, id, expired_at=now) for kind, id in expired)
 
-        return await self._run(remove)
+        return await self._run(remove, frees=True)
 
     async def close(self) -> None:
         """See `Database`."""
@@ -149,25 +157,57 @@ class SqlDatabase(Database):
         if self._engine is not None:
             self._engine.dispose()
 
-    async def _run(self, operation: Callable[[SqlTables, Connection], T]) -> T:
-        """The result of an operation in a transaction on one of the threads."""
+    async def _run(
+        self, operation: Callable[[SqlTables, Connection], T], *, adds: bool = False, frees: bool = False
+    ) -> T:
+        """The result of an operation in a transaction on one of the threads. One that `adds` contents leaves room on
+        the disk for those that free it."""
         if self._open_operations >= THREADS + MAX_WAITING:
             raise DatabaseUnavailable(f"{self._open_operations} operations wait for the database")
         self._open_operations += 1
+        work = partial(self._with_room, operation, adds=adds, frees=frees)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._transaction, operation)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             self._open_operations -= 1
 
-    def _transaction(self, operation: Callable[[SqlTables, Connection], T]) -> T:
+    def _with_room(self, operation: Callable[[SqlTables, Connection], T], *, adds: bool, frees: bool) -> T:
+        """The result of an operation. On a full disk it is tried again once SQLite's log is part of its file, and one
+        that `frees` with the room that was kept for it."""
+        if frees and self._reserve is not None and not self._reserve.is_kept:
+            operation = partial(_sparing, operation)
+        for remaining in reversed(range(ROOM_TRIES)):
+            try:
+                done = self._transaction(operation, adds=adds)
+            except DatabaseUnavailable as error:
+                if self._reserve is None or not is_out_of_room(error.__cause__) or not remaining:
+                    raise
+            else:
+                if frees and self._reserve is not None and not self._reserve.is_kept:
+                    self._checkpoint()
+                return done
+            if frees:
+                self._reserve.give_up()
+                operation = partial(_sparing, operation)
+            self._checkpoint()
+        raise AssertionError("the last attempt returns or raises")
+
+    def _checkpoint(self) -> None:
+        """Gives the log's room back to the disk, where that can be."""
+        with contextlib.suppress(DatabaseUnavailable):
+            self._transaction(lambda _, connection: connection.exec_driver_sql(CHECKPOINT).close(), adds=False)
+
+    def _transaction(self, operation: Callable[[SqlTables, Connection], T], *, adds: bool) -> T:
         from sqlalchemy.exc import DBAPIError, TimeoutError
 
         try:
             engine, tables = self._opened()
+            if adds and self._reserve is not None and not self._reserve.keep():
+                raise DatabaseUnavailable("the database's disk is full: what is left is kept for deletions")
             with engine.begin() as connection:
                 return operation(tables, connection)
         except DBAPIError as error:
-            raise DatabaseUnavailable(str(error.orig).strip().partition("\n")[0]) from None
+            raise DatabaseUnavailable(str(error.orig).strip().partition("\n")[0]) from error.orig
         except (OSError, TimeoutError) as error:
             raise DatabaseUnavailable(str(error)) from None
 
@@ -211,3 +251,13 @@ class SqlDatabase(Database):
             connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for the writer
 
         return engine
+
+
+def _sparing(operation: Callable[[SqlTables, Connection], T], tables: SqlTables, connection: Connection) -> T:
+    """A deletion that does not overwrite what it deletes, as some builds of SQLite do: that takes as much room."""
+    before = connection.exec_driver_sql("PRAGMA secure_delete").scalar_one()
+    connection.exec_driver_sql("PRAGMA secure_delete = FAST")
+    try:
+        return operation(tables, connection)
+    finally:
+        connection.exec_driver_sql(f"PRAGMA secure_delete = {before}")

@@ -1,6 +1,7 @@
 """Each kind of database keeps the same promises: SQLite's file, a real Redis, a real Postgres where there is one."""
 
 import asyncio
+import signal
 import stat
 import tempfile
 import time
@@ -12,7 +13,9 @@ from uuid import uuid4
 import pytest
 
 from services.gateway.config import GatewayConfig
+from services.gateway.database import disk_reserve, redis_database
 from services.gateway.database.database_url import check_database_url, open_database
+from services.gateway.database.expiry import TRUST_SECONDS, ExpiryTime
 from services.gateway.database.records import (
     CHUNK_BYTES,
     Database,
@@ -25,6 +28,7 @@ from services.gateway.database.redis_database import RedisDatabase
 from services.gateway.database.sql_database import SqlDatabase
 from tests.support.cluster.postgres_server import POSTGRES, postgres_server
 from tests.support.cluster.redis_server import redis_server
+from tests.support.small_disk import fill, small_disk
 
 KINDS = ("sqlite", "redis", "postgresql")
 
@@ -178,14 +182,14 @@ async def test_what_has_expired_is_found_by_nobody_and_removed(database: Databas
     await database.insert(record(kind, "long", expires=clock.now + 100, size=7))
     await database.add_chunks(kind, "short", {0: b"text"})
     assert await database.usage(kind, "alice") == Usage(2, 12)
-    assert await database.delete_expired() == 0
+    assert await database.delete_expired(clock()) == 0
 
     clock.now += 1
 
     assert await database.get(kind, "short") is None
     assert [each.id for each in await database.page(kind, "alice", limit=5)] == ["long"]
     assert await database.claim(kind, "gateway-1", 10.0) is None
-    assert await database.delete_expired() == 1
+    assert await database.delete_expired(clock()) == 1
     assert await database.usage(kind, "alice") == Usage(1, 7)
     assert await database.positions(kind, "short") == []
 
@@ -269,6 +273,73 @@ async def test_the_event_loop_runs_while_sqlite_waits_for_a_lock(tmp_path: Path)
     other.close()
     assert await waiting
     await database.close()
+
+
+async def test_a_full_disk_takes_deletions_and_then_contents_again(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_reserve, "RESERVE_BYTES", 2**20)
+    with small_disk(tmp_path) as disk:
+        database = SqlDatabase(disk / "database.sqlite")
+        for id in ("one", "two", "three"):
+            await database.insert(record(kind, id))
+            await database.add_chunks(kind, id, {0: bytes(CHUNK_BYTES)})
+        foreign = fill(disk)
+        with pytest.raises(DatabaseUnavailable, match="full"):
+            await database.add_chunks(kind, "three", {1: bytes(2 * CHUNK_BYTES)})
+        assert await database.delete(kind, "one")
+        assert await database.delete(kind, "two")
+        assert await database.get(kind, "two") is None
+        foreign.unlink()
+        assert await database.add_chunks(kind, "three", {1: bytes(2 * CHUNK_BYTES)}) == 1
+        fill(disk)
+        assert await database.delete(kind, "three"), "the room for it was kept again"
+        fill(disk)
+        with pytest.raises(DatabaseUnavailable, match="what is left is kept for deletions"):
+            await database.insert(record(kind, "four"))
+        await database.close()
+
+
+def test_nothing_is_removed_by_a_clock_that_has_just_jumped_ahead() -> None:
+    clock, monotonic = Clock(), Clock()
+    monotonic.now = 5.0
+    expiry = ExpiryTime(clock, monotonic)
+    for _ in range(3):  # it may drift
+        clock.now, monotonic.now = clock.now + 100.0, monotonic.now + 60.0
+        assert expiry.now() == clock.now
+    true = clock.now
+    clock.now += 1e9
+    assert expiry.now() == true
+    monotonic.now += TRUST_SECONDS - 1
+    assert expiry.now() == true + TRUST_SECONDS - 1
+    clock.now = true  # put right: and behind
+    assert expiry.now() == true
+    clock.now += 1e9
+    assert expiry.now() == true
+    monotonic.now += TRUST_SECONDS
+    clock.now += TRUST_SECONDS
+    assert expiry.now() == clock.now, "it has stood for long"
+
+
+async def test_a_redis_that_hangs_or_is_slow_fails_operations_in_time(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_database, "OPERATION_SECONDS", 0.3)
+    with redis_server() as redis:
+        database = RedisDatabase(redis.url)
+        await database.insert(record(kind, "one"))
+        redis.signal(signal.SIGSTOP)
+        for operation in (
+            database.get(kind, "one"),
+            database.page(kind, "alice", limit=1),
+            database.insert(record(kind, "two")),
+        ):
+            with pytest.raises(DatabaseUnavailable, match=r"redis: no answer within 0\.3 s"):
+                await operation
+        redis.signal(signal.SIGCONT)
+        monkeypatch.setattr(redis_database, "OPERATION_SECONDS", 60.0)
+        assert await database.get(kind, "one") is not None
+        await database.close()
 
 
 def test_a_gateway_has_the_database_of_its_settings(tmp_path: Path) -> None:
