@@ -259,7 +259,7 @@ class Call:
         self, scope: Scope, receive: Receive, send: Send, limits: BodyLimits, shape: ApiShape = OPENAI
     ) -> None:
         self.scope, self._receive, self.send = scope, receive, send
-        self._limits = limits
+        self.limits = limits
         self._lease = BodyLease()
         self.connection: ClientConnection = scope["extensions"][EXTENSION]
         self.key = ANONYMOUS
@@ -315,7 +315,7 @@ class Call:
         assert not self._released, "nobody asks for a body behind its release"
         if self._body is not None:
             return self._body
-        limits, most, loop = self._limits, self._limits.most, asyncio.get_running_loop()
+        limits, most, loop = self.limits, self.limits.most, asyncio.get_running_loop()
         declared = self.headers.get(b"content-length", b"")
         length = min(int(declared[:20]), most + 1) if declared.isdigit() else None
         if length is not None and length > most:
@@ -343,19 +343,19 @@ class Call:
     async def hold_answer(self, size: int) -> None:
         """Counts so many bytes of an answer as the body is counted, until the call ends; one that is larger than all
         that bodies may hold waits until it is alone. Raises RequestError 503 where there is no room in time."""
-        budget, self._answer_held = self._limits.budget, True
+        budget, self._answer_held = self.limits.budget, True
         await budget.take(self._lease, min(self._lease.held + size, int(budget.limit * LARGE_SHARE)))
 
     def release_body(self) -> None:
         """Gives up the body, and what it holds of the budget, while its request goes on without."""
         self._body, self._released = None, True
-        self._limits.budget.give_back(self._lease, 0)
+        self.limits.budget.give_back(self._lease, 0)
 
     async def pieces(self, max_bytes: int, *, held: bool = False) -> AsyncIterator[bytes]:
         """Yields the body as it arrives, for bodies that are never held as a whole; or that the caller holds, which
         counts as `body`'s do. Raises RequestError as `body` does; the time that the client has grows with what it has
         sent."""
-        limits, loop = self._limits, asyncio.get_running_loop()
+        limits, loop = self.limits, asyncio.get_running_loop()
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > max_bytes:
             raise _too_large(max_bytes)
@@ -378,7 +378,7 @@ class Call:
     def close(self) -> None:
         """Gives back what the body holds of the budget: the request has ended."""
         self._lease.closed = True
-        self._limits.budget.give_back(self._lease, 0)
+        self.limits.budget.give_back(self._lease, 0)
 
     async def unless_left(self, work: Coroutine[Any, Any, R]) -> R:
         """Returns what `work` comes to. It is cancelled when the client leaves; raises RequestError 400 then. Most have
@@ -445,7 +445,7 @@ class Call:
         await self.send({"type": "http.response.body", "body": body, "more_body": waits})
         if waits:
             try:
-                async with asyncio.timeout(self._limits.timeout + len(body) / MIN_RATE):
+                async with asyncio.timeout(self.limits.timeout + len(body) / MIN_RATE):
                     await self.send({"type": "http.response.body", "body": b"", "more_body": False})
             except TimeoutError:
                 self.connection.abort()

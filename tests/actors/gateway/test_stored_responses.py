@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from services.gateway import response_store
+from services.gateway.database.sql_database import SqlDatabase
 from services.gateway.http.call import Call
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.tokenizer import ChatPrompt, Tokenize
@@ -201,6 +202,24 @@ async def test_parameters_are_refused_by_name(stack: GatewayStack, path: str, pa
 async def test_more_parameters_than_there_are_is_no_bug_of_the_server(stack: GatewayStack) -> None:
     answer = await stack.http.get("/v1/responses/resp_none?" + "&".join(f"p{n}=1" for n in range(100)))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "p0")
+
+
+async def test_what_is_larger_than_a_body_may_be_is_refused_unread(
+    memory_bus: MemoryBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: Any = {"database_file": tmp_path / "database.sqlite", "max_body": 4000, "max_media_body": 4000}
+    async with gateway_stack(memory_bus, **settings) as stack:
+        made = await stack.openai.conversations.create()
+        said_long: Any = [{"role": "user", "content": "x" * 2500}]
+        for _ in range(2):
+            await stack.openai.conversations.items.create(made.id, items=said_long)
+        first = await create(stack, input="x" * 2500)
+        second = await create(stack, input="x" * 2500, previous_response_id=first.id)
+        monkeypatch.setattr(SqlDatabase, "chunks", None)
+        for field, id in (("conversation", made.id), ("previous_response_id", second.id)):
+            with pytest.raises(openai.APIStatusError, match=f"{field}: it has [0-9]+ bytes; 4000 are allowed") as error:
+                await create(stack, input="more", **{field: id})
+            assert (error.value.status_code, error.value.body["param"]) == (413, field)  # type: ignore[index]
 
 
 async def test_a_conversation_goes_on_at_another_gateway(memory_bus: MemoryBus, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -152,9 +153,11 @@ class ResponsesEndpoint(GeneratingEndpoint):
             return None
         found = continuation(body)
         if found.response is not None:
-            return await self._store.history(found.response, call.key.name, call.hold_answer)
+            hold = partial(_hold_history, call, "previous_response_id")
+            return await self._store.history(found.response, call.key.name, hold)
         if found.conversation is not None:
-            return await self._store.conversation(found.conversation, call.key.name, call.hold_answer)
+            hold = partial(_hold_history, call, "conversation")
+            return await self._store.conversation(found.conversation, call.key.name, hold)
         return None
 
     async def input_tokens(self, call: Call) -> None:
@@ -191,3 +194,12 @@ class ResponsesEndpoint(GeneratingEndpoint):
             return await self._store.add_to_conversation(response, asked.items, asked.added, call.key.name)
         except RequestError:
             return False
+
+
+async def _hold_history(call: Call, field: str, size: int) -> None:
+    """Waits for room for what a body goes on from; where it is larger than bodies may be, it is refused, and never
+    read. Raises RequestError 413, and what `Call.hold_answer` does."""
+    if size > call.limits.most:
+        text = f"{field}: it has {size} bytes; {call.limits.most} are allowed, as of a body"
+        raise RequestError(413, text, param=field, code="too_large")
+    await call.hold_answer(size)

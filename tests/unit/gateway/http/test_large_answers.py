@@ -53,7 +53,7 @@ async def test_answers_wait_for_room_and_the_largest_until_they_are_alone() -> N
 
     def call() -> Call:
         lease = BodyLease()
-        return cast(Call, SimpleNamespace(_limits=SimpleNamespace(budget=budget), _lease=lease))
+        return cast(Call, SimpleNamespace(limits=SimpleNamespace(budget=budget), _lease=lease))
 
     first, second = call(), call()
     await Call.hold_answer(first, most - 100)
