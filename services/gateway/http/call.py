@@ -302,8 +302,7 @@ class Call:
             self.span.response = response
 
     def query(self) -> list[tuple[str, str]]:
-        """Returns the names and values behind the path, in their order. How many there may be, the limit of a request's
-        head says."""
+        """Returns the names and values behind the path, in their order; the limit of a head bounds them."""
         return parse_qsl(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
 
     async def body(self) -> bytes:
@@ -381,8 +380,7 @@ class Call:
         self.limits.budget.give_back(self._lease, 0)
 
     async def unless_left(self, work: Coroutine[Any, Any, R]) -> R:
-        """Returns what `work` comes to. It is cancelled when the client leaves; raises RequestError 400 then. Most have
-        nothing to wait for, and get no task of their own."""
+        """Returns what `work` comes to. It is cancelled when the client leaves; raises RequestError 400 then."""
         if self.connection.is_closing():
             work.close()
             raise _left()
@@ -438,7 +436,9 @@ class Call:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def respond(self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Headers = ()) -> None:
-        """Sends a complete response. One that is held is read by then, but for a little; who is too slow is aborted."""
+        """Sends a complete response; a large one is held until its client has read it. Raises RequestError."""
+        if len(body) >= MEMORY_BODY and not self._answer_held:
+            await self.hold_answer(len(body))
         length = (b"content-length", str(len(body)).encode())
         await self.start(status, content_type, [length, *headers])
         waits = self._answer_held and len(body) > SMALL_BODY

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.http.call import EXTENSION
 
@@ -153,6 +153,21 @@ class _HeldFlow(FlowControl):
             super().resume_reading()
 
 
+class _UnframedCycle(RequestResponseCycle):
+    """A request of HTTP/1.0, which knows no chunks: a body without a length ends with its connection."""
+
+    without_length = False
+
+    async def send(self, message: Any) -> None:
+        """Uvicorn's: what is sent without a length is as long as it is."""
+        if message["type"] == "http.response.start":
+            if all(name.lower() != b"content-length" for name, _ in message["headers"]):
+                self.chunked_encoding, self.without_length = False, True
+        elif self.without_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
 class Connection(HttpToolsProtocol):
     """Owns the transport while a response is streamed; the response's start and end go through ASGI's `send`."""
 
@@ -217,6 +232,8 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         super().on_headers_complete()
+        if self.parser.get_http_version() < "1.1" and self.cycle is not None:
+            self.cycle.__class__ = _UnframedCycle
         if not self.pipeline:
             self._served = self.cycle
         elif self._looking is None:
@@ -333,7 +350,8 @@ class Connection(HttpToolsProtocol):
         chunks, self._chunks = self._chunks, []
         if chunks and not self.transport.is_closing():
             data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            plain = getattr(self._served, "without_length", False)
+            self.transport.write(data if plain else b"%x\r\n%b\r\n" % (len(data), data))
 
     def is_closing(self) -> bool:
         """Returns whether the client has left, or will be disconnected. Uvicorn is told so at once: it hears of the end

@@ -96,11 +96,12 @@ async def test_an_answer_is_held_until_it_is_read_or_its_client_is_too_slow(monk
     aborted = list[bool]()
     connection = SimpleNamespace(abort=lambda: aborted.append(True))
     scope = {"headers": [], "extensions": {EXTENSION: connection}}
-    for timeout, read in ((60.0, True), (0.01, False)):
+    for timeout, read, whoever in ((60.0, True, False), (0.01, False, False), (60.0, True, True)):
         sent.clear()
         limits = BodyLimits(2**20, 2**20, timeout, timeout, budget)
         call = Call(scope, cast(Any, None), send, limits)
-        await call.hold_answer(2**20)
+        if not whoever:
+            await call.hold_answer(2**20)
         answering = asyncio.ensure_future(call.respond(bytes(2**20)))
         await asyncio.sleep(0)
         assert not answering.done()
@@ -110,6 +111,7 @@ async def test_an_answer_is_held_until_it_is_read_or_its_client_is_too_slow(monk
         await answering
         call.close()
         assert (aborted, len(sent)) == (([], 3) if read else ([True], 2))
+        aborted.clear()
         unread.clear()
 
 
