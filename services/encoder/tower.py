@@ -20,7 +20,7 @@ from services.encoder.processors.frame_patches import FramePatches, SoftFrames, 
 from services.encoder.processors.image_processor import ImageProcessor, PreparedImage
 from services.encoder.processors.own_processors import OWN_PROCESSORS
 from shared.messages.generation import EMBEDDING_BYTES, MAX_MEDIA_BYTES, EmbeddingDtype, ImageGrid, PromptEmbeds
-from shared.models.image_models import ImageModel, read_image_model
+from shared.models.image_models import ImageModel, check_tower_sizes, read_image_model
 from shared.models.library_builds import BUILDING, first_line
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
@@ -63,6 +63,7 @@ class ImageTower:
             raise TowerUnusable(f"{folder}: the model takes no images")
         self._folder, self._mutual, self._beside = folder, images.mutual, images.beside
         with refusing(folder):
+            check_tower_sizes(folder)
             config = self._read(images, dtype, max_pixels)
         if not self.hears and hasattr(config, "audio_config"):
             config.audio_config = None

@@ -200,16 +200,18 @@ class _RawCrossText(Struct):
     hidden_size: int = 4096
 
 
-class _RawCrossVision(Struct):
-    image_size: int = 448
-    patch_size: int = 14
-    max_num_tiles: int = 4
-
-
-class _RawCrossImages(Struct):
+class _RawTower(Struct):
     architectures: tuple[str, ...] = ()
+    vision_config: dict[str, Any] = field(default_factory=dict)
+
+
+class _RawCrossImages(_RawTower):
     text_config: _RawCrossText = field(default_factory=_RawCrossText)
-    vision_config: _RawCrossVision = field(default_factory=_RawCrossVision)
+
+
+_CROSS_VISION = {"image_size": 448, "patch_size": 14, "max_num_tiles": 4}
+"""Llama 3.2 Vision's, where nothing is said."""
+_TOWER_SIZES = (*_CROSS_VISION, "spatial_merge_size", "temporal_patch_size", "hidden_size", "num_attention_heads")
 
 
 CROSS_IMAGES = 4
@@ -223,7 +225,8 @@ class _RawArchitectureNames(Struct):
     thinker_config: Raw = Raw()
 
 
-_ARCHITECTURES = (*IMAGE_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES)
+SERVED_WITH_MEDIA = (*IMAGE_ARCHITECTURES, *LIBRARY_IMAGE_ARCHITECTURES)
+"""Those that are shown images, or hear sounds."""
 _R = TypeVar("_R", bound=Struct)
 
 
@@ -248,7 +251,7 @@ def known_config(folder: Path, kind: type[_R]) -> _R | None:
 def nests_language_model(folder: Path) -> bool:
     """Whether the tensors of the model in `folder` are named as those of a language model within another one."""
     raw = known_config(folder, _RawArchitectureNames)
-    return raw is not None and any(map(_ARCHITECTURES.__contains__, raw.architectures))
+    return raw is not None and any(map(SERVED_WITH_MEDIA.__contains__, raw.architectures))
 
 
 def hears_alone(folder: Path) -> bool:
@@ -261,7 +264,7 @@ def read_image_model(folder: Path) -> ImageModel | None:
     """What `config.json` in `folder` says; None where there is no such file, or the model takes no images. What else
     may be wrong with the file is for those to say who read all of it."""
     raw = known_config(folder, _RawImageModel)
-    if raw is None or not any(map(_ARCHITECTURES.__contains__, raw.architectures)):
+    if raw is None or not any(map(SERVED_WITH_MEDIA.__contains__, raw.architectures)):
         return None
     said = (raw.image_token_index, raw.image_token_id, raw.media_placeholder_token_id)
     token = next((each for each in said if each is not None), None)
@@ -312,7 +315,27 @@ def read_cross_images(folder: Path) -> CrossImageModel | None:
     images, raw = read_image_model(folder), known_config(folder, _RawCrossImages)
     if images is None or not images.beside or raw is None:
         return None
-    size, vision = max(1, raw.text_config.hidden_size), raw.vision_config
-    rows = vision.max_num_tiles * ((vision.image_size // max(1, vision.patch_size)) ** 2 + 1)
+    said = {**_CROSS_VISION, **raw.vision_config}
+    numbers = (said[each] if _is_size(said[each]) else own for each, own in _CROSS_VISION.items())
+    (image, patch, tiles), size = numbers, max(1, raw.text_config.hidden_size)
+    rows = tiles * ((image // patch) ** 2 + 1)
     most = MAX_MEDIA_BYTES // (_MIN_BYTES * size)
     return CrossImageModel(token=images.token_id, row_size=size, rows=max(1, min(CROSS_IMAGES * rows, most)))
+
+
+def check_tower_sizes(folder: Path) -> None:
+    """Raises ValueError for a size in what `config.json` in `folder` says of a tower which no tower has. A list is one
+    for each side, which the library's tower of Llama 3.2 Vision does not take."""
+    raw = known_config(folder, _RawTower)
+    if raw is None:
+        return
+    for name in _TOWER_SIZES:
+        if (value := raw.vision_config.get(name)) is None:
+            continue
+        sides = [value] if MLLAMA in raw.architectures or not isinstance(value, list) else value
+        if not all(map(_is_size, sides)):
+            raise ValueError(f"config.json: vision_config.{name} {value!r} is not allowed; a whole number from 1 on is")
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

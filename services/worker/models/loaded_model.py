@@ -57,7 +57,7 @@ from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
 from shared.messages.generation import PoolingType
 from shared.messages.model_card import ModelCard, PoolingCard, SoundModel, VideoModel
-from shared.models.image_models import read_cross_images
+from shared.models.image_models import check_tower_sizes, read_cross_images
 from shared.telemetry.startup import STARTUP
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
@@ -144,6 +144,16 @@ class LoadSettings:
     def device(self) -> torch.device:
         """What PyTorch calls the rank's device."""
         return self.platform.device
+
+
+def check_tower(settings: LoadSettings) -> None:
+    """Raises ModelError for sizes that no tower has, where there will be one."""
+    if settings.language_model_only or settings.load_format == "dummy":
+        return
+    try:
+        check_tower_sizes(settings.folder)
+    except ValueError as error:
+        raise ModelError(f"{settings.folder}: {error}; --language-model-only serves it for texts") from None
 
 
 @runtime_checkable

@@ -47,6 +47,7 @@ from services.worker.models.loaded_model import (
     TORCH_DTYPES,
     LoadedModel,
     LoadSettings,
+    check_tower,
     check_weights_fit,
     code_of,
     create_ops,
@@ -92,6 +93,7 @@ def load_model(settings: LoadSettings) -> LoadedModel:
     """Reads the configuration and loads this rank's share of the weights.
 
     Raises ModelError where the model cannot be served or does not fit, OpsUnavailable for want of its operations."""
+    check_tower(settings)
     plugin = None if settings.model_impl == "transformers" else find_plugin_model(settings.folder)
     ours = plugin is not None or (is_native(settings.folder) and not settings.images_beside)
     if settings.model_impl == "transformers" or (settings.model_impl == "auto" and not ours):

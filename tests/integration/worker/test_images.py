@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from services.encoder.tower import ImageTower, TowerUnusable
 from services.worker.backend import run_step
 from services.worker.batch.batch import BrokenPlan
 from services.worker.models.config import ModelError
@@ -25,6 +27,7 @@ from services.worker.speculation.settings import SpeculationSettings
 from shared.ids import Incarnation, ModelName
 from shared.messages.worker import StepPlan
 from shared.models.image_models import DEEPSEEK_OCR2, GEMMA, MLLAMA
+from tests.support.models.library_models import library_model
 from tests.support.models.quantised_files import quantise
 from tests.support.models.rounded_models import rounded
 from tests.support.models.tiny_adapters import ALL_LINEAR, ATTENTION, write_adapter
@@ -392,6 +395,26 @@ def test_a_plan_that_cuts_an_image_is_broken(tmp_path: Path) -> None:
         BrokenPlan, match=f"a step ends at {first + 3}, within an image from {first} to {first + count}"
     ):
         run_step(driver.backend, plan)
+
+
+def test_a_model_whose_images_are_not_served_is_refused_by_name(tmp_path: Path) -> None:
+    library_model("Step3p7", tmp_path)
+    with pytest.raises(ModelError, match="images of Step3p7ForConditionalGeneration are not served; --language-model-"):
+        tiny_backend(tmp_path)
+    assert tiny_backend(tmp_path, language_model_only=True).card.images is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("patch_size", 0), ("image_size", [16, -1]), ("hidden_size", "64")])
+def test_sizes_that_no_tower_has_are_refused_by_name(name: str, value: object, tmp_path: Path) -> None:
+    path = make_image_model(tmp_path, "llama", "clip").path
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"][name] = value
+    (path / "config.json").write_text(json.dumps(config))
+    said = re.escape(f"config.json: vision_config.{name} {value!r} is not allowed")
+    with pytest.raises(ModelError, match=f"{said}.*--language-model-only serves it for texts"):
+        tiny_backend(path)
+    with pytest.raises(TowerUnusable, match=said):
+        ImageTower(path)
 
 
 @pytest.mark.parametrize("kind", LANGUAGE_MODEL_DEFAULTS)

@@ -17,7 +17,8 @@ from tests.support.worker.tiny_backend import tiny_backend
 @pytest.fixture(scope="module", params=[*ARCHITECTURES, *LANGUAGE_MODELS])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModel, HostRunner]:
     folder = tmp_path_factory.mktemp(request.param)
-    return library_model(request.param, folder), tiny_backend(folder, ops="native", model_impl="transformers")
+    settings = {"ops": "native", "model_impl": "transformers", "language_model_only": request.param in LANGUAGE_MODELS}
+    return library_model(request.param, folder), tiny_backend(folder, **settings)
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from services.worker.models.hf_config import stop_tokens
 from services.worker.models.pooling.classification import SUFFIX, TOKEN_SUFFIX
 from shared.models.audio_models import WHISPER
 from shared.models.encoder_models import ALONE, ENCODER_DECODER_ARCHITECTURES, TRAINED_POSITIONS
+from shared.models.image_models import SERVED_WITH_MEDIA
 from shared.models.library_builds import BUILDING, first_line
 
 NO_INTERFACE = "{} does not take its attention from transformers' attention interface"
@@ -47,6 +48,9 @@ _TOWERS = (
     "vq_config",
 )
 """What a configuration has of them."""
+_SIGHT = ("vision_config", "vision_encoder_config", "vq_config")
+_SEE_WITHOUT_TOWERS = ("fuyu",)
+"""By `model_type`."""
 _ROUNDED = 2**-5
 """How far logits in bfloat16 may be off."""
 
@@ -221,6 +225,16 @@ def leave_out_towers(model: nn.Module, config: PretrainedConfig, passing: PassOf
         for name, child in parent.named_children():
             if not any(each in seen for each in child.modules()):
                 setattr(parent, name, nn.Module())
+
+
+def refuse_unserved_images(folder: Path, config: PretrainedConfig) -> None:
+    """Raises ModelError for a model that sees and whose images are not served: who names no flag wants them."""
+    named = config.architectures or ()
+    if reads_text(config) or hears(config) or any(map(SERVED_WITH_MEDIA.__contains__, named)):
+        return
+    if any(getattr(config, name, None) is not None for name in _SIGHT) or config.model_type in _SEE_WITHOUT_TOWERS:
+        of = next(iter(named), config.model_type)
+        raise ModelError(f"{folder}: images of {of} are not served; --language-model-only serves it for texts")
 
 
 def leave_out_encoder(config: Any) -> None:

@@ -60,6 +60,8 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
             "--language-model-only serves it for texts"
         )
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code, method=codes)
+    if not settings.language_model_only and settings.load_format != "dummy":
+        library.refuse_unserved_images()
     config = library.config
     check_library_experts(settings.experts, config)
     pooling = pooling_of(settings, config, generates=True)

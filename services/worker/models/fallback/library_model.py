@@ -28,6 +28,7 @@ from services.worker.models.fallback.library_config import (
     leave_out_towers,
     library_config,
     reads_text,
+    refuse_unserved_images,
 )
 from services.worker.models.fallback.library_decoder import GroupLibraryDecoder, HeadPlace, LibraryDecoder, StagePlace
 from services.worker.models.fallback.library_encoder_decoder import LibraryEncoderDecoder, prepare_decoder
@@ -99,6 +100,10 @@ class LibraryModel:
         self.config, self._own, self._class = library_config(
             folder, trust_remote_code=trust_remote_code, codes=method is not None
         )
+
+    def refuse_unserved_images(self) -> None:
+        """Raises ModelError for a model that sees, and whose images are not served."""
+        refuse_unserved_images(self._folder, self._own)
 
     def stage_parameters(self, stage: PipelineStage) -> int:
         """Parameters of the layers of `stage`, and what it has of embedding and head. Takes no memory for weights.

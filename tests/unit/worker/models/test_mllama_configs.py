@@ -10,7 +10,7 @@ import pytest
 
 from services.worker.models.config import ModelError
 from services.worker.models.hf_config import is_native, read_model_config
-from shared.models.image_models import read_cross_images
+from shared.models.image_models import check_tower_sizes, read_cross_images
 
 TEXT: dict[str, Any] = {
     "model_type": "mllama_text_model",
@@ -67,3 +67,14 @@ def test_a_prompt_has_room_for_the_rows_of_some_images(tmp_path: Path) -> None:
     images = read_cross_images(write(tmp_path, hidden_size=64))
     assert images is not None
     assert images.rows == 4 * 4 * 1601
+
+
+def test_a_tower_has_one_size(tmp_path: Path) -> None:
+    """Which is an error, and no model of texts."""
+    path = write(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["vision_config"]["image_size"] = [560, 560]
+    (path / "config.json").write_text(json.dumps(config))
+    assert read_cross_images(path) is not None
+    with pytest.raises(ValueError, match=r"vision_config.image_size \[560, 560\] is not allowed; a whole number"):
+        check_tower_sizes(path)
