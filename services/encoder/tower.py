@@ -121,7 +121,7 @@ class ImageTower:
             pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
             prepared = self._prepared(pixels, several=image.several)
         rows, grid = self._rows_of(prepared)
-        if "pixel_values_videos" in prepared.inputs and isinstance(image, DecodedFrames) and not image.group.last:
+        if getattr(self._frames, "closed", False) and isinstance(image, DecodedFrames) and not image.group.last:
             rows = rows[:-1]  # but for what stands at a video's end
         if len(rows) > self._max_rows:
             raise TowerUnusable(f"the image has {len(rows)} rows; {self._max_rows} are allowed")

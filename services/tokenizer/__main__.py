@@ -40,12 +40,14 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
     tokens, image = files.special_tokens, read_image_model(folder)
     if image is not None:
         shown, how = read_video_tokens(folder), read_video_model(folder)
-        named = list(zip(IMAGE_TOKENS, (image.token_id, *(image.frame or ())), strict=False))
+        named: list[tuple[str, int | str | None]] = []
+        named += zip(IMAGE_TOKENS, (image.token_id, *(image.frame or ())), strict=False)
         if shown is not None and how is not None:
             around = (shown.start, shown.end) if how.timed else ()
             named += zip(VIDEO_TOKENS, (shown.video, shown.row, *around), strict=False)
             tokens |= {VIDEO_FRAME: shown.frame} if how.timed else {}
-        found = {key: files.tokenizer.id_to_token(token) for key, token in named}
+        known = files.tokenizer.id_to_token
+        found = {key: known(each) if isinstance(each, int) else each for key, each in named}
         tokens |= {key: name for key, name in found.items() if name is not None}
         if image.sound is not None:
             tokens[SOUND_TOKEN] = files.tokenizer.id_to_token(image.sound) or ""

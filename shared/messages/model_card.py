@@ -52,10 +52,11 @@ class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
         return "labels" if self.labels else "embeddings"
 
 
-FrameSampling = Literal["steps", "ends", "seconds", "paces", "shares"]
+FrameSampling = Literal["steps", "ends", "seconds", "paces", "shares", "middles"]
 """Which frames of a video are looked at. steps: an even number of them, equally far from each other, from the first on.
 ends: those from the first to the last one. seconds: so many of each second. paces: fewer of each second of a longer one
-(GLM-4.6V). shares: all of a short one, of a longer one as many, equally far from each other."""
+(GLM-4.6V). shares: all of a short one, of a longer one as many, equally far from each other. middles: the same, each in
+the middle of its share (InternVL)."""
 
 
 class LoraCard(Struct, frozen=True, array_like=True, kw_only=True):
@@ -201,7 +202,8 @@ class VideoModel(Struct, frozen=True, array_like=True, kw_only=True):
     positions_per_second: float | None = None
     """How far a second is on the axis of frames (m-RoPE); None: two frames are one position, however long they last."""
     timed: bool = False
-    """Whether the time of frames is written beside them, as text; they are images of their own then."""
+    """Whether the time of frames, or which they are, is written beside them, as text; they are images of their own
+    then."""
     together: Annotated[int, Meta(ge=1, le=2)] = 2
     """Frames that become rows together; those of a video that has too few for the last of them have that twice."""
     stamp: Literal["middle", "first"] = "middle"

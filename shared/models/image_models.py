@@ -39,11 +39,8 @@ LLAMA4 = "Llama4ForConditionalGeneration"
 GEMMA4 = "Gemma4ForConditionalGeneration"
 AYA_VISION = "AyaVisionForConditionalGeneration"
 COHERE2_VISION = "Cohere2VisionForConditionalGeneration"
-TILED = (
-    "Idefics3ForConditionalGeneration",
-    "SmolVLMForConditionalGeneration",
-    "InternVLForConditionalGeneration",
-)
+INTERNVL = "InternVLForConditionalGeneration"
+TILED = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", INTERNVL)
 """Those that cut an image into tiles, each of which the tower sees alone."""
 KIMI_K2_5 = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 """As published files have it, and as `transformers` writes it."""

@@ -10,11 +10,15 @@ from msgspec import Struct, field
 from shared.messages.encoder import MAX_FRAMES
 from shared.messages.model_card import FrameSampling, VideoModel
 from shared.models.image_models import (
+    EXAONE_4_5,
     GEMMA4,
     GLM4V,
     GLM4V_MOE,
     GLM46V,
     GLM_OCR,
+    INTERNVL,
+    LFM3_VL,
+    LLAVA_NEXT_VIDEO,
     LLAVA_ONEVISION,
     QWEN3_5,
     QWEN3_OMNI,
@@ -28,33 +32,43 @@ _QWEN2 = "Qwen2VLForConditionalGeneration"
 _QWEN2_5 = "Qwen2_5_VLForConditionalGeneration"
 _QWEN3 = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", *QWEN3_5)
 _PACED = (GLM46V, GLM_OCR)
+_FEW_FRAMES = (INTERNVL, LLAVA_NEXT_VIDEO)
 _GLM = (GLM4V, GLM4V_MOE, *_PACED)
 _QWEN_FRAME = "<{time:.1f} seconds>{rows}"
+_LFM_FRAME = "<{time:.1f} seconds><|vision_start|>{rows}<|vision_end|>"
+"""What its templates write around a video stays, unlike Qwen's: frames have marks of their own."""
+_INTERN_FRAME = "\nFrame{number}: <img>{rows}</img>"
 _GEMMA_FRAME = " {clock} {rows}"
 _GLM_FRAMES = {
     GLM4V: "{rows}{second}",
     GLM4V_MOE: "{rows}{second}",
     **dict.fromkeys(_PACED, "{rows}{time:.1f} seconds"),
 }
+_VIDEOS = {LFM3_VL: (125_029, _LFM_FRAME), EXAONE_4_5: (68, "{rows}"), LLAVA_NEXT_VIDEO: (32_000, "{rows}")}
+"""The token of a video where no file says, and what is written for frames."""
 _GLM_SECONDS = 300.0
 """That a video of GLM's is looked at, where no file says."""
 _SHARES = 32
 """As many frames of a whole video as LLaVA-OneVision was trained with; Gemma 4 has as many where no file says."""
+_FEW = 8
+"""The same of InternVL and LLaVA-NeXT-Video, whose contexts have little room, as the library's examples have it."""
 
 
 class VideoTokens(Struct, frozen=True):
     """The tokens that stand for a video in prompts."""
 
-    video: int
-    """What a chat template writes."""
+    video: int | str
+    """What a chat template writes: a token, or text."""
     row: int
     """What stands for a row."""
-    start: int
-    end: int
-    """What template or processor write before and behind rows that follow each other."""
+    start: int | None
+    end: int | None
+    """What template or processor write before and behind rows that follow each other. None: nothing that is not part of
+    `frame`."""
     frame: str
-    """What is written for frames that become rows together: of these `rows`, their `time`, its whole `second`, and the
-    time by a `clock` (minutes and seconds). A space that comes first is left out before a video's first frame."""
+    """What is written for frames that become rows together: of these `rows`, their `number` in the video, from 1 on,
+    their `time`, its whole `second`, and the time by a `clock` (minutes and seconds). White space that comes first is
+    left out before a video's first frame."""
 
 
 class FrameSize(Struct, frozen=True):
@@ -122,12 +136,16 @@ def read_video_model(folder: Path) -> VideoModel | None:
     if GEMMA4 in named:
         most = _bounded(processor.num_frames or _SHARES)
         return VideoModel(max_frames=most, sampling="shares", together=1, timed=True, stamp="first")
+    if _is(named, _FEW_FRAMES):
+        most = _bounded(processor.num_frames or _FEW)
+        sampling: FrameSampling = "middles" if INTERNVL in named else "shares"
+        return VideoModel(max_frames=most, sampling=sampling, together=1, timed=INTERNVL in named, stamp="first")
     if _is(named, _PACED):
         return VideoModel(sampling="paces", timed=True, stamp="first")
     if _is(named, _GLM):
         most = _bounded(_said(processor.max_duration, _GLM_SECONDS) * fps)
         return VideoModel(fps=fps, max_frames=most, sampling="seconds", timed=True, stamp="first")
-    timed, seconds = _is(named, _QWEN3), raw.vision_config.tokens_per_second if _QWEN2_5 in named else None
+    timed, seconds = _is(named, (*_QWEN3, LFM3_VL)), raw.vision_config.tokens_per_second if _QWEN2_5 in named else None
     if _is(named, QWEN_OMNI):
         seconds = raw.position_id_per_seconds
     return VideoModel(
@@ -154,6 +172,14 @@ def read_video_tokens(folder: Path) -> VideoTokens | None:
         own = 59_256 if GLM_OCR in named else 151_339
         around = _said(raw.image_start_token_id, own), _said(raw.image_end_token_id, own + 1)
         return VideoTokens(video, first, *around, frame)
+    if INTERNVL in named:
+        images = read_image_model(folder)
+        row = 151_667 if images is None else images.token_id
+        return VideoTokens("<video>", row, None, None, _INTERN_FRAME)
+    if _is(named, tuple(_VIDEOS)):
+        default, frame = _VIDEOS[next(each for each in named if each in _VIDEOS)]
+        video = _said(raw.video_token_id, _said(raw.video_token_index, default))
+        return VideoTokens(video, video, None, None, frame)
     if GEMMA4 in named:
         video = _said(raw.video_token_id, 258_884)
         return VideoTokens(video, video, raw.boi_token_id, raw.eoi_token_id, _GEMMA_FRAME)
@@ -185,7 +211,7 @@ def _read_model(folder: Path) -> _RawModel | None:
     raw = known_config(folder, _RawModel)
     if raw is None:
         return None
-    if _is(raw.architectures, (*_GLM, LLAVA_ONEVISION, GEMMA4, *QWEN_OMNI)):
+    if _is(raw.architectures, (*_GLM, LLAVA_ONEVISION, GEMMA4, *QWEN_OMNI, *_VIDEOS, INTERNVL)):
         return raw
     return raw if _is(raw.architectures, (_QWEN2, _QWEN2_5, *_QWEN3)) and raw.video_token_id is not None else None
 

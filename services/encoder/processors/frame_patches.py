@@ -42,35 +42,59 @@ def _of_frames(folder: Path, images: Any) -> Any:
 
 
 class SquareFrames:
-    """Makes a frame a square, whatever its sides are, as LLaVA-OneVision's processor of videos does. Stateless."""
+    """Makes a frame a square, as LLaVA-OneVision's, LLaVA-NeXT-Video's and InternVL's processors of videos do: whatever
+    its sides are or, LLaVA-NeXT-Video's, of its middle. Stateless."""
 
-    def __init__(self, processor: Any, side: int, rows: int, max_rows: int) -> None:
-        """`processor`: of the model's images. `side`: pixels. `rows`: of a frame; `max_rows`: of a whole video."""
+    def __init__(self, processor: Any, kind: str, side: int, rows: int, max_rows: int) -> None:
+        """`processor`: of the model's images. `kind`: its `model_type`. `side`: pixels. `rows`: of a frame; `max_rows`:
+        of a whole video."""
         self._processor, self._side, self._rows, self._max_rows = processor, side, rows, max_rows
+        self._cropped, self._as_images, self.closed = kind == _CROPPED, kind == _AS_IMAGES, kind == _CLOSED
 
     @staticmethod
     def of_model(folder: Path, config: Any, processor: Any, max_rows: int) -> SquareFrames | None:
-        """None for a model whose tower takes no videos."""
-        if config.model_type != "llava_onevision":
+        """None for a model of another kind."""
+        tower, kind = config.vision_config, config.model_type
+        if kind == _CLOSED:
+            side, rows = tower.image_size, (-(-(tower.image_size // tower.patch_size) // 2)) ** 2
+        elif kind == _CROPPED:
+            side, rows = tower.image_size, (tower.image_size // tower.patch_size // config.spatial_pool_stride) ** 2
+        elif kind == _AS_IMAGES:
+            (side, _), (patch, _) = tower.image_size, tower.patch_size
+            rows = int((side // patch * config.downsample_ratio) ** 2)
+        else:
             return None
-        tower = config.vision_config
-        pooled = -(-(tower.image_size // tower.patch_size) // 2)
-        return SquareFrames(_of_frames(folder, processor), tower.image_size, pooled**2, max_rows)
+        return SquareFrames(_of_frames(folder, processor), kind, side, rows, max_rows)
 
     def prepared(self, frames: DecodedFrames) -> dict[str, Tensor]:
         """Raises ValueError for too many frames."""
         from PIL import Image
 
         group, made = frames.group, self._processor
-        if group.frames * self._rows >= self._max_rows:
+        if group.frames * self._rows + self.closed > self._max_rows:
             raise ValueError(f"{group.frames} frames are not allowed; a prompt has room for {self._max_rows} rows")
         shown = Image.frombytes("RGB", (group.width, group.height), frames.pixels)
-        pixels = np.asarray(shown.resize((self._side, self._side), made.resample)).transpose(2, 0, 1)
+        pixels = np.asarray(self._square(shown)).transpose(2, 0, 1)
         if made.do_rescale:
             pixels = made.rescale(pixels, made.rescale_factor)
         if made.do_normalize:
             pixels = made.normalize(pixels, made.image_mean, made.image_std)
-        return {"pixel_values_videos": torch.from_numpy(pixels)[None, None]}
+        square = torch.from_numpy(pixels)[None]
+        return {"pixel_values": square} if self._as_images else {"pixel_values_videos": square[None]}
+
+    def _square(self, shown: Any) -> Any:
+        side, resample = self._side, self._processor.resample
+        if not self._cropped:
+            return shown.resize((side, side), resample)
+        shorter = min(shown.size)
+        width, height = (int(side * each / shorter) for each in shown.size)
+        left, top = (width - side) // 2, (height - side) // 2
+        return shown.resize((width, height), resample).crop((left, top, left + side, top + side))
+
+
+_CLOSED, _CROPPED, _AS_IMAGES = "llava_onevision", "llava_next_video", "internvl"
+"""By `model_type`: whose videos end with a row of their own, whose frames are cut, and whose tower sees them as it sees
+tiles of images."""
 
 
 class _RawSoftFrames(Struct):

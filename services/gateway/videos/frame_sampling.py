@@ -77,6 +77,12 @@ def _by_shares(total: int, rate: float, how: VideoModel) -> list[int]:
     return [each * total // count for each in range(count)]
 
 
+def _by_middles(total: int, rate: float, how: VideoModel) -> list[int]:
+    """InternVL's."""
+    count = min(how.max_frames, total)
+    return [(2 * each + 1) * total // (2 * count) for each in range(count)]
+
+
 def _even_many(numbers: Iterable[int]) -> list[int]:
     """Each once, the last of an odd number twice."""
     once = list(dict.fromkeys(numbers))
@@ -97,4 +103,5 @@ _SAMPLINGS: dict[FrameSampling, Callable[[int, float, VideoModel], list[int]]] =
     "seconds": _by_seconds,
     "paces": _by_paces,
     "shares": _by_shares,
+    "middles": _by_middles,
 }

@@ -79,7 +79,7 @@ class ChatParts:
                 return found[0]
             video = next(videos, VideoParts((-1,), (0.0,)))
             order.extend(video.parts)
-            return "".join(self._frames(video)).removeprefix(" ")
+            return "".join(self._frames(video)).lstrip(" \n")
 
         placed = self._pattern(chat).sub(stands_for, text)
         if sorted(order) != list(range(len(chat.embeds))):
@@ -104,14 +104,14 @@ class ChatParts:
 
     def _frames(self, video: VideoParts) -> Iterator[str]:
         start, end = self._around
-        for time in video.times:
+        for number, time in enumerate(video.times, 1):
             rows = start + self._row + end
             if self._frame is None:
                 yield rows
             else:
                 second = int(time)
                 clock = f"{second // 60:02d}:{second % 60:02d}"
-                yield self._frame.format(rows=rows, time=time, second=second, clock=clock)
+                yield self._frame.format(rows=rows, number=number, time=time, second=second, clock=clock)
 
     def joined(self, found: list[int | None], chat: ChatPrompt, order: list[int]) -> tuple[list[int], PromptEmbeds]:
         """The ids of a placed chat, 0 where it has rows, and these. `found`: None for each token that stands for rows,

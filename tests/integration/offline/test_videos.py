@@ -9,12 +9,13 @@ import pytest
 from services.offline.errors import InvalidRequest
 from services.offline.llm import LLM
 from services.offline.requests import SamplingParams
+from tests.support.models.image_kinds import IMAGE_KINDS
 from tests.support.models.tiny_gemma4 import make_gemma4_model
 from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import ImageModel, image_part, picture, text_part
-from tests.support.models.tiny_ocr import make_ocr_model
 from tests.support.models.tiny_onevision import make_onevision_model
 from tests.support.models.tiny_qwen_vl import make_qwen_model
+from tests.support.models.tiny_tiles import make_tile_model
 from tests.support.models.tiny_videos import VideoReference, noise, shown_with_videos, video, video_part
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -28,8 +29,10 @@ def make_model(folder: Path, kind: str) -> ImageModel:
         return make_onevision_model(folder)
     if kind.startswith("gemma4"):
         return make_gemma4_model(folder, "large" if kind == "gemma4-large" else "small")
-    if kind == "glm-ocr":
-        return make_ocr_model(folder, kind)
+    if kind == "internvl":
+        return make_tile_model(folder, kind)
+    if kind in IMAGE_KINDS:
+        return IMAGE_KINDS[kind](folder)
     return make_qwen_model(folder, kind) if kind.startswith("qwen") else make_glm_model(folder, kind)
 
 
@@ -47,6 +50,10 @@ def make_model(folder: Path, kind: str) -> ImageModel:
         "onevision",
         "gemma4",
         "gemma4-large",
+        "internvl",
+        "llava-next-video",
+        "exaone4.5",
+        "lfm3",
     ],
 )
 def test_chats_with_videos_say_what_the_library_says(tmp_path: Path, kind: str) -> None:

@@ -23,7 +23,7 @@ from shared.messages.gateway import RequestRejected
 from shared.messages.generation import SamplingOptions, StopConditions
 from shared.messages.tokenizer import ChatPrompt, Tokenize
 from shared.models.image_models import read_image_model
-from shared.models.video_models import read_video_model
+from shared.models.video_models import read_video_tokens
 from shared.packing import unpack
 from tests.integration.worker.test_images import check_images_before_states, check_logits, check_written_images
 from tests.integration.worker.test_nested_models import as_published
@@ -48,6 +48,7 @@ SLOW = ("mistral-large-4", "glm-5-next", "qwen4")
 """Of the library's reference, which chooses keys token by token."""
 SHORT = ("glm-ocr", "paddle-ocr", "video-llama3", "minimax-m3", "exaone4.5")
 """Whose second chat has fewer tokens."""
+SHOWN_VIDEOS = ("LlavaNextVideo", "Exaone4_5_")
 HANDED_OVER = {"mistral-large-4": "[IMG]", "glm-5-next": "<|image|>", "minimax-m3": "]<]image[>["}
 """What stands for an image, of kinds whose whole stack would be one that others have (tests/integration/cluster)."""
 
@@ -184,7 +185,8 @@ def test_who_names_no_token_of_an_image_has_the_librarys(kind: str, tmp_path: Pa
     images = read_image_model(tmp_path)
     assert images is not None
     assert images.token_id == config.image_token_id
-    assert read_video_model(tmp_path) is None
+    shown = read_video_tokens(tmp_path)
+    assert (None if shown is None else shown.video) == (config.video_token_id if kind in SHOWN_VIDEOS else None)
 
 
 @pytest.mark.parametrize("splits", [True, False])

@@ -34,13 +34,16 @@ _MARKS = ("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", "<|im_start|>
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for item in message['content'] %}"
-    "{% if item['type'] == 'image' %}<image>{% elif item['type'] == 'text' %}{{ item['text'] }}{% endif %}"
+    "{% if item['type'] == 'image' %}<image>{% elif item['type'] == 'video' %}<video>"
+    "{% elif item['type'] == 'text' %}{{ item['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """What the models' own comes to."""
 LFM3_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-LFM3_TEMPLATE = TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
+LFM3_TEMPLATE = TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>").replace(
+    "<video>", "<|vision_start|><|video_pad|><|vision_end|>"
+)
 _LFM3_TOWER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,

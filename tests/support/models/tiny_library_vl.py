@@ -30,7 +30,9 @@ from tests.support.paths import DEMO_MODEL
 TEMPLATE = LFM.replace("<image>", "<fim_prefix><|img|><fim_suffix>")
 """Of Aria's: what the model's own comes to."""
 EXAONE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<vision>", "</vision>")
-EXAONE_TEMPLATE = LFM.replace("<image>", "<vision><|image_pad|></vision>")
+EXAONE_TEMPLATE = LFM.replace("<image>", "<vision><|image_pad|></vision>").replace(
+    "<video>", "<vision><|video_pad|></vision>"
+)
 SIDE, PATCH, ROWS = 980, 140, 12
 """Pixels of Aria's image, which may not be fewer but 490, and of a patch; and rows of an image."""
 _EXAONE_TOWER: dict[str, Any] = {

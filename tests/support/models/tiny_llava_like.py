@@ -28,6 +28,8 @@ from tests.support.models.tiny_lfm_vl import TEMPLATE as LFM
 from tests.support.models.tiny_towers import PATCH, SIDE, TEXT, tower
 from tests.support.paths import DEMO_MODEL
 
+_VIDEOS = "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+NEXT_VIDEO = LLAVA.replace(_VIDEOS, _VIDEOS.replace("'text'", "'video'") + "{{ '<video>\\n' }}{% endfor %}" + _VIDEOS)
 LlavaLikeKind = Literal["vip-llava", "llava-next-video", "got-ocr2", "idefics2", "granite4-vision"]
 IDEFICS2 = (
     "{% for message in messages %}{{ message['role'] | capitalize + ':' }}"
@@ -82,6 +84,8 @@ def make_llava_like_model(folder: Path, kind: LlavaLikeKind, seed: int = 0, *, s
     reference.eval().save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)
     processor.tokenizer.save_pretrained(folder)
+    if kind == "llava-next-video":
+        (folder / "video_preprocessor_config.json").write_text('{"num_frames": 5}')
     return ImageModel(folder, reference, processor)
 
 
@@ -117,13 +121,13 @@ def _vip() -> tuple[Any, Any]:
 
 
 def _next_video() -> tuple[Any, Any]:
-    tokenizer = _tokenizer(LLAVA, "<image>", "<video>")
+    tokenizer = _tokenizer(NEXT_VIDEO, "<image>", "<video>")
     config = transformers.LlavaNextVideoConfig(
         **_clip(tokenizer), video_token_index=tokenizer.convert_tokens_to_ids("<video>"), image_grid_pinpoints=_TILES
     )
     sizes: Any = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
     images = LlavaNextImageProcessorPil(**sizes, image_grid_pinpoints=_TILES)
-    processor = _NextVideo(images, tokenizer, chat_template=LLAVA)
+    processor = _NextVideo(images, tokenizer, chat_template=NEXT_VIDEO)
     return transformers.LlavaNextVideoForConditionalGeneration(config), processor
 
 

@@ -44,7 +44,8 @@ IDEFICS = (
 INTERNVL = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' %}{{ '<IMG_CONTEXT>\n' }}{% elif content['type'] == 'text' %}"
+    "{% if content['type'] == 'image' %}{{ '<IMG_CONTEXT>\n' }}"
+    "{% elif content['type'] == 'video' %}{{ '<video>\n' }}{% elif content['type'] == 'text' %}"
     "{{ content['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -127,6 +128,7 @@ def _internvl(folder: Path) -> ImageModel:
     images = GotOcr2ImageProcessorPil(size={"height": SIDE, "width": SIDE}, max_patches=6)
     processor = _InternVL(images, tokenizer, image_seq_length=4, chat_template=INTERNVL)
     _save(folder, processor, images, tokenizer)
+    (folder / "video_preprocessor_config.json").write_text('{"num_frames": 5}')
     return ImageModel(folder, reference, processor, {"crop_to_patches": True})
 
 

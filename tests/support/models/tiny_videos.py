@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from transformers import GenerationConfig
+from transformers.image_utils import SizeDict
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as of_each
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -152,8 +153,10 @@ class VideoReference:
     """What the library's own model generates of the frames that are looked at."""
 
     def __init__(self, model: ImageModel, kind: str) -> None:
-        """`kind`: as the model was made, of Qwen's or GLM's, onevision or gemma4."""
-        self._model, self._timed, self._second = model, not kind.startswith("qwen2"), kind == "qwen2.5"
+        """`kind`: as the model was made, of Qwen's or GLM's, onevision, gemma4, or of `image_kinds`."""
+        self._model, self._second = model, kind == "qwen2.5"
+        self._timed = not kind.startswith(("qwen2", "exaone"))
+        self._square, self._cropped = kind in ("onevision", "internvl"), kind == "llava-next-video"
         self._qwen, self._glm, self._gemma = (kind.startswith(each) for each in ("qwen", "glm", "gemma4"))
 
     def greedy(self, messages: list[dict[str, Any]], images: list[bytes], videos: list[bytes], count: int) -> list[int]:
@@ -228,8 +231,11 @@ class VideoReference:
         if self._gemma:
             return _Prepared(torch.from_numpy(frames.copy()), [], "", shape)
         bounds = size.shortest_edge, size.longest_edge
-        if how.closed:
-            height = width = self._model.reference.config.vision_config.image_size
+        side = self._model.reference.config.vision_config.image_size if self._square or self._cropped else 0
+        if self._square:
+            height = width = side[0] if isinstance(side, list) else side
+        elif self._cropped:
+            height, width = (int(side * each / min(frames.shape[1:3])) for each in frames.shape[1:3])
         elif self._timed:
             height, width = of_all(len(shape.times), shape.height, shape.width, 2, SIDE, *bounds)
         else:
@@ -238,7 +244,10 @@ class VideoReference:
         scaled = np.stack([Image.fromarray(each).resize((width, height), images.resample) for each in frames])
         mean, std = (np.array(each, np.float32)[:, None, None] for each in (images.image_mean, images.image_std))
         pixels = torch.tensor((scaled.transpose(0, 3, 1, 2).astype(np.float32) * images.rescale_factor - mean) / std)
-        if how.closed:
+        if self._cropped:
+            library, size_of = self._model.processor.image_processor, SizeDict(height=side, width=side)
+            pixels = torch.from_numpy(np.stack([library.center_crop(each, size_of) for each in pixels.numpy()]))
+        if self._square or self._cropped:
             return _Prepared(pixels, [], "", shape)
         patchify: Any = Qwen3VLVideoProcessor.patchify  # of all kinds the same
         patches, *grid = patchify(None, pixels[None], PATCH, MERGED, 2)

@@ -86,6 +86,16 @@ def test_those_frames_are_looked_at_that_glms_processors_sample() -> None:
             assert few == (whole or [0, 0]) if len(whole) < 64 else (len(few) <= 64 and few[0] == 0)
 
 
+def test_those_frames_are_looked_at_that_internvls_processor_samples() -> None:
+    processor = import_without_torchvision("transformers.models.internvl.video_processing_internvl")
+    sample: Any = processor.InternVLVideoProcessor.sample_frames
+    for total in (*range(1, 70), 1000, 86_000):
+        for most in (1, 8, 13, 32):
+            seen, count = VideoMetadata(total_num_frames=total), min(total, most)
+            how = VideoModel(max_frames=most, sampling="middles", together=1)
+            assert frame_numbers(total, 25.0, how) == sample(None, seen, num_frames=count, initial_shift=True).tolist()
+
+
 def test_as_many_frames_are_looked_at_as_llava_onevision_was_trained_with() -> None:
     for total in (*range(1, 70), 1000, 86_000):
         theirs = default_sample_indices_fn(VideoMetadata(total_num_frames=total), num_frames=min(total, 32))

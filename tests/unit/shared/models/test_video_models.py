@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import GlmOcrConfig
+from transformers import GlmOcrConfig, Lfm3VlConfig
 
 from shared.messages.encoder import MAX_FRAMES
 from shared.models.video_models import read_video_model, read_video_tokens
@@ -18,6 +18,8 @@ MODELS = (
     "Glm46VForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "LlavaNextVideoForConditionalGeneration",
 )
 
 
@@ -49,6 +51,9 @@ def test_some_frames_are_looked_at_whatever_the_files_say(tmp_path: Path, archit
         (MODELS[4], {}, 32),
         (MODELS[5], {"num_frames": 8}, 8),
         (MODELS[5], {}, 32),
+        (MODELS[6], {"num_frames": 16}, 16),
+        (MODELS[6], {}, 8),
+        (MODELS[7], {}, 8),
     ],
 )
 def test_as_many_are_looked_at_as_they_say(
@@ -65,3 +70,10 @@ def test_marks_of_frames_are_the_librarys_where_no_file_says(tmp_path: Path) -> 
     assert tokens is not None
     marks = (own.video_token_id, own.image_token_id, own.image_start_token_id, own.image_end_token_id)
     assert (tokens.video, tokens.row, tokens.start, tokens.end) == marks
+
+
+def test_marks_that_frames_of_lfm3_have_are_none_of_a_whole_video(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Lfm3VlForConditionalGeneration"]}')
+    tokens = read_video_tokens(tmp_path)
+    assert tokens is not None
+    assert (tokens.video, tokens.start, tokens.end) == (Lfm3VlConfig().video_token_id, None, None)
