@@ -7,7 +7,6 @@ forked process would lack.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
 import logging
@@ -15,7 +14,6 @@ import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +30,7 @@ from execnet.gateway_base import Popen2IO
 from shared.machine.roomy_stack import call_with_room
 from tests.support.lanes.forked_server import fork_server
 from tests.support.paths import REPOSITORY
+from tests.support.process_end import end_process
 
 _IMPORTED = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
 _OF_TESTS = re.compile(r"^from (tests[\w.]*) import (\([^)]*\)|.*)", re.MULTILINE)
@@ -158,9 +157,4 @@ def _serve() -> NoReturn:
         call_with_room(lambda: exec(eval(sys.stdin.readline()), main.__dict__))
         status = 0
     finally:
-        with suppress(BaseException):
-            threading._shutdown()  # type: ignore[attr-defined]
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+        end_process(status)

@@ -17,6 +17,7 @@ from runpy import run_module
 
 from deploy.supervisor.template.identity import ShownMemory, write_to
 from shared.config import replace_environment
+from tests.support.process_end import end_process
 from tests.support.warm.protocol import MAX_MESSAGE_BYTES, ForkTemplate, decode
 
 SERVICES = ("gateway", "tokenizer", "coordinator", "scheduler", "detokenizer")
@@ -53,7 +54,13 @@ def become_template(request: ForkTemplate, descriptors: list[int], shown: ShownM
     shown.replace(request.environment)
     shown.show([sys.executable, "-m", "deploy.supervisor.template"])
     sys.argv[1:] = [str(control), *request.argv]
-    run_module("deploy.supervisor.template", run_name="__main__", alter_sys=True)
+    try:
+        run_module("deploy.supervisor.template", run_name="__main__", alter_sys=True)
+    except SystemExit as end:  # of the template, or of a process that it has forked
+        if not isinstance(end.code, int | None):
+            raise
+        end_process(end.code or 0)
+    end_process(0)
 
 
 def main() -> None:
