@@ -14,7 +14,7 @@ from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, b
 from tests.support.cluster.stack import RunningStack, running_stack
 from tests.support.kv.prompts import until_all_ready
 
-STREAMS = 16
+STREAMS = 8
 TOKENS = 200
 """`ignore_eos` keeps every stream open long enough to be cut in the middle."""
 TRIES = 5

@@ -19,8 +19,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from services.gateway.videos.video_decoder import MODULE as VIDEO_MODULE
-from services.offline.llm import LLM
-from services.offline.requests import SamplingParams
 from shared.messages.lifecycle import Lifecycle
 from tests.support.cluster.batches import batch_of
 from tests.support.cluster.conversations import client_of
@@ -121,9 +119,6 @@ async def test_a_checkpoint_without_its_tower_is_served_for_texts(tmp_path: Path
             assert answer.choices[0].message.content == model.text([question], [], 24)
             with pytest.raises(openai.BadRequestError, match=f"{NAME} takes no images"):
                 await create(model=NAME, messages=[user(FLAT)])
-    with LLM(str(model.path), progress=False, language_model_only=True) as llm:
-        (said,) = llm.chat([[question]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
-        assert said.outputs[0].text == model.text([question], [], 24)
 
 
 async def _a_video_outlives_its_encoder(model: ImageModel, pools: RunningStack, create: Any, how: Any) -> None:
