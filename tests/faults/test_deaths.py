@@ -175,7 +175,7 @@ async def test_streams_survive_the_death_of_a_lone_engine(
 
 @pytest.mark.features("pooling", "re-dispatch")
 async def test_documents_are_ranked_though_a_lone_engine_dies(lone: RunningStack) -> None:
-    documents = [f"Once upon a time there was lighthouse number {number}. " * 12 for number in range(200)]
+    documents = [f"Once upon a time there was lighthouse number {number}. " * 12 for number in range(80)]
     body = {"model": lone.model, "query": "Which lighthouse?", "documents": documents, "enable_prefix_caching": False}
 
     async def ask(client: AsyncOpenAI) -> dict[int, float]:
