@@ -49,7 +49,21 @@ SLOW = ("mistral-large-4", "glm-5-next", "qwen4")
 SHORT = ("glm-ocr", "paddle-ocr", "video-llama3", "minimax-m3", "exaone4.5")
 """Whose second chat has fewer tokens."""
 SHOWN_VIDEOS = ("LlavaNextVideo", "Exaone4_5_")
-HANDED_OVER = {"mistral-large-4": "[IMG]", "glm-5-next": "<|image|>", "minimax-m3": "]<]image[>["}
+HANDED_OVER = {
+    "mistral-large-4": "[IMG]",
+    "glm-5-next": "<|image|>",
+    "minimax-m3": "]<]image[>[",
+    "command": "<|IMG_PATCH|>",
+    "glm-ocr": "<|image|>",
+    "paddle-ocr": "<|IMAGE_PLACEHOLDER|>",
+    "lighton-ocr": "<|image_pad|>",
+    "qianfan-ocr": "<IMG_CONTEXT>",
+    "minicpm": "<|image_pad|>",
+    "lfm3": "<|image_pad|>",
+    "qwen4": "<|image_pad|>",
+    "granite4-vision": "<image>",
+    "idefics2": "<image>",
+}
 """What stands for an image, of kinds whose whole stack would be one that others have (tests/integration/cluster)."""
 
 
@@ -68,19 +82,14 @@ def directory() -> Iterator[Path]:
         for kind in IMAGE_KINDS
     ],
 )
-def test_greedy_text_and_logits_are_the_librarys(
-    kind: str, tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Several images in a prompt, cut within one, beside texts, preempted, with drafts, behind a shared prefix, handed
-    over."""
+def test_greedy_text_and_logits_are_the_librarys(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several images in a prompt, cut within one, beside texts, preempted, with drafts, behind a shared prefix."""
     model = IMAGE_KINDS[kind](tmp_path)
     if kind in BEFORE_STATES:
         check_images_before_states(model, "native")
     else:
         check_written_images(model, "native", 32 if kind in SHORT else 48)
     check_logits(model, ImageChat("What is ", picture(0, (150, 40)), " here?"), monkeypatch)
-    if kind in HANDED_OVER:
-        check_handed_over(model, HANDED_OVER[kind], directory)
 
 
 def routing(model: ImageModel) -> Callable[[ImageChat], Route | RequestRejected]:
@@ -106,9 +115,13 @@ def routing(model: ImageModel) -> Callable[[ImageChat], Route | RequestRejected]
     return route
 
 
-def check_handed_over(model: ImageModel, written: str, directory: Path) -> None:
+@pytest.mark.extras
+@pytest.mark.features("prompt embeds", "images", "prefill/decode")
+@pytest.mark.parametrize("kind", HANDED_OVER)
+def test_images_are_handed_over(kind: str, tmp_path: Path, directory: Path) -> None:
     """Chats as the tokenizer makes prompts of them, with the rows that the encoder makes, computed by one engine and
     decoded by another."""
+    model = IMAGE_KINDS[kind](tmp_path)
     route, store = routing(model), store_in(directory, 64 << 20, Clock())
     prefill, decode = (
         RealEngine(name, model, store, directory, kv_memory_bytes=16 << 20) for name in ("prefill", "decode")
@@ -130,7 +143,7 @@ def check_handed_over(model: ImageModel, written: str, directory: Path) -> None:
     for number, chat in enumerate(chats):
         said = prefill.tokens[str(number)] + decode.tokens[str(number)]
         assert said == chat.logits(model, said).argmax(-1).tolist()
-    refused = route(ImageChat(flat, written))
+    refused = route(ImageChat(flat, HANDED_OVER[kind]))
     assert isinstance(refused, RequestRejected)
     assert "to show each of the 1 images" in refused.message
 
