@@ -1,5 +1,5 @@
-"""Half a minute of `baton chaos`: whatever it strikes, no stream is lost or altered, and nothing stays held; and some of its
-hostile clients, of whom `make hostile` has all."""
+"""Half a minute of `baton chaos`: whatever it strikes, no stream is lost or altered, and nothing stays held; and some
+of its hostile clients, of whom `make hostile` has all."""
 
 from __future__ import annotations
 
