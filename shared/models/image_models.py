@@ -197,12 +197,12 @@ class _RawCrossText(Struct):
     hidden_size: int = 4096
 
 
-class _RawTower(Struct):
+class _RawTowerSizes(Struct):
     architectures: tuple[str, ...] = ()
     vision_config: dict[str, Any] = field(default_factory=dict)
 
 
-class _RawCrossImages(_RawTower):
+class _RawCrossImages(_RawTowerSizes):
     text_config: _RawCrossText = field(default_factory=_RawCrossText)
 
 
@@ -323,7 +323,7 @@ def read_cross_images(folder: Path) -> CrossImageModel | None:
 def check_tower_sizes(folder: Path) -> None:
     """Raises ValueError for a size in what `config.json` in `folder` says of a tower which no tower has. A list is one
     for each side, which the library's tower of Llama 3.2 Vision does not take."""
-    raw = known_config(folder, _RawTower)
+    raw = known_config(folder, _RawTowerSizes)
     if raw is None:
         return
     for name in _TOWER_SIZES:
