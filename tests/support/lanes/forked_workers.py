@@ -26,6 +26,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.warnings import catch_warnings_for_item
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
+from hypothesis.internal.conjecture.providers import _get_local_constants
 
 from shared.machine.roomy_stack import call_with_room
 from tests.support.lanes.forked_server import fork_server
@@ -34,6 +35,8 @@ from tests.support.process_end import end_process
 
 _IMPORTED = re.compile(r"^(?:from|import) ([\w.]+)", re.MULTILINE)
 _OF_TESTS = re.compile(r"^from (tests[\w.]*) import (\([^)]*\)|.*)", re.MULTILINE)
+_OF_LAZY = re.compile(r"^from (transformers) import (\([^)]*\)|.*)", re.MULTILINE)
+"""A package that imports the module of a name only once that is asked for."""
 
 
 def fork_workers(config: pytest.Config, specs: Sequence[execnet.XSpec]) -> int:
@@ -43,7 +46,10 @@ def fork_workers(config: pytest.Config, specs: Sequence[execnet.XSpec]) -> int:
     gc.disable()  # of what is imported nothing is freed, and what is looked through is copied in each process
     try:
         with catch_warnings_for_item(config, config.hook, "collect", None):
-            _import_all(modules_imported_by(_test_files(config.args)))
+            texts = texts_of_tests(_test_files(config.args))
+            _import_all(modules_imported_by(texts))
+            _look_up(lazy_names_imported_by(texts))
+            _get_local_constants()  # of what is imported by now, as Hypothesis does at the end of collection
         if not sys.platform.startswith("linux") or len(os.listdir("/proc/self/task")) > 1:
             return 0
         gc.freeze()
@@ -61,21 +67,32 @@ def _is_usual(spec: execnet.XSpec) -> bool:
     return bool(spec.popen and not spec.python and not spec.chdir)
 
 
-def modules_imported_by(files: Iterable[Path], root: Path = REPOSITORY) -> list[str]:
-    """Modules that these files import as they are imported themselves, also by others of tests; without the latter."""
-    found: dict[str, None] = {}
+def texts_of_tests(files: Iterable[Path], root: Path = REPOSITORY) -> list[str]:
+    """Of these files, and of others of tests that they import as they are imported themselves."""
+    texts: list[str] = []
     waiting = list(files)
     seen = set(waiting)
     while waiting:
-        text = waiting.pop().read_text()
-        found |= dict.fromkeys(_IMPORTED.findall(text))
-        for package, names in _OF_TESTS.findall(text):
+        texts.append(waiting.pop().read_text())
+        for package, names in _OF_TESTS.findall(texts[-1]):
             folder = root.joinpath(*package.split("."))
             beside = {folder.with_suffix(".py"), *(folder / f"{name}.py" for name in re.findall(r"\w+", names))}
             new = {path for path in beside - seen if path.exists()}
             seen |= new
             waiting += sorted(new)
+    return texts
+
+
+def modules_imported_by(texts: Iterable[str]) -> list[str]:
+    """Modules that they import; without those of tests."""
+    found = dict.fromkeys(name for text in texts for name in _IMPORTED.findall(text))
     return [name for name in found if name.partition(".")[0] != "tests"]
+
+
+def lazy_names_imported_by(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """(package, name) whose module is imported only when the name is looked up."""
+    asked = (each for text in texts for each in _OF_LAZY.findall(text))
+    return list(dict.fromkeys((package, name) for package, names in asked for name in re.findall(r"\w+", names)))
 
 
 def _test_files(arguments: Iterable[str]) -> Iterator[Path]:
@@ -90,6 +107,12 @@ def _import_all(names: Iterable[str]) -> None:
     for name in names:
         with suppress(Exception, pytest.skip.Exception):
             importlib.import_module(name)
+
+
+def _look_up(names: Iterable[tuple[str, str]]) -> None:
+    for package, name in names:
+        with suppress(Exception):
+            getattr(sys.modules.get(package), name)
 
 
 class ForkedWorker(NamedTuple):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lanes.forked_workers import modules_imported_by
+from tests.support.lanes.forked_workers import lazy_names_imported_by, modules_imported_by, texts_of_tests
 from tests.support.paths import REPOSITORY
 
 pytest_plugins = ["pytester"]
@@ -80,8 +80,12 @@ def test_warnings_are_errors_as_where_nothing_is_imported_before(pytester: pytes
 def test_what_support_of_a_test_imports_is_found_too(tmp_path: Path) -> None:
     support = tmp_path / "tests/support"
     support.mkdir(parents=True)
-    (support / "one.py").write_text("import torch\nfrom tests.support import two\n")
+    (support / "one.py").write_text(
+        "import torch\nfrom transformers import (\n    AutoModel,\n)\nfrom tests.support import two\n"
+    )
     (support / "two.py").write_text("from openai import OpenAI\nfrom tests.support.one import something\n")
     (support / "three.py").write_text("import anthropic\n")
     (tmp_path / "test_a.py").write_text("import os.path\nfrom tests.support import (\n    one,\n    nothing,\n)\n")
-    assert modules_imported_by([tmp_path / "test_a.py"], tmp_path) == ["os.path", "torch", "openai"]
+    texts = texts_of_tests([tmp_path / "test_a.py"], tmp_path)
+    assert modules_imported_by(texts) == ["os.path", "torch", "transformers", "openai"]
+    assert lazy_names_imported_by(texts) == [("transformers", "AutoModel")]
