@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import httpx2
 import jsonschema
 import pytest
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI
 
 from tests.support.cluster.bus_moments import listening, requests_are_handed_to, tokens_are_drawn
 from tests.support.cluster.conversations import client_of
@@ -588,38 +588,3 @@ def test_another_clusters_engines_that_share_experts(
 ) -> None:
     with federated(tmp_path, [*more, f"--model={mixture}"], own=[EXPERTS, GROUP]) as clusters:
         assert asyncio.run(all_at_once(clusters.home)) == plain
-
-
-@pytest.fixture(scope="module")
-def sim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """For what is refused before any model is asked."""
-    with running_stack(tmp_path_factory.mktemp("sim"), device="sim", kvstore="0") as stack:
-        yield stack
-
-
-async def refusal(stack: RunningStack, **more: Any) -> str:
-    """The field that a 400 names."""
-    async with client_of(stack.url) as client:
-        with pytest.raises(BadRequestError) as refused:
-            await ask(client, stack.model, "Hi", extra_body=more)
-    return str(refused.value.param)
-
-
-@pytest.mark.features("beam search", "guided", refused=True)
-async def test_beams_are_not_guided(sim: RunningStack) -> None:
-    assert await refusal(sim, use_beam_search=True, structured_outputs={"regex": "a+"}) == "structured_outputs"
-
-
-@pytest.mark.features("beam search", "tool calls", refused=True)
-async def test_beams_call_no_tools(sim: RunningStack) -> None:
-    assert await refusal(sim, use_beam_search=True, tools=[WEATHER]) == "tools"
-
-
-@pytest.mark.features("beam search", "prompt logprobs", refused=True)
-async def test_beams_score_no_prompts(sim: RunningStack) -> None:
-    assert await refusal(sim, use_beam_search=True, prompt_logprobs=1) == "prompt_logprobs"
-
-
-@pytest.mark.features("beam search", "logits processors", refused=True)
-async def test_no_processor_changes_beams(sim: RunningStack) -> None:
-    assert await refusal(sim, use_beam_search=True, vllm_xargs={"begin_with": [7]}) == "vllm_xargs"

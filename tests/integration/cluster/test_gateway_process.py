@@ -35,7 +35,7 @@ async def test_streams_survive_an_outage_of_the_bus(own_nats: NatsServer) -> Non
         ring.step = 0.02
         await eventually(lambda: min(ring.running.values()) >= 5)
         own_nats.kill()
-        await asyncio.sleep(0.3)
+        await eventually(lambda: not ring.bus.connected)
         own_nats.start()
         assert await asyncio.gather(*streams) == [said(60)] * 4
 

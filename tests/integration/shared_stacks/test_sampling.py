@@ -215,3 +215,26 @@ async def test_what_cannot_be_is_refused_by_name(client: AsyncOpenAI, body: dict
     with pytest.raises(openai.BadRequestError) as refused:
         await complete(client, body=body)
     assert refused.value.param == param
+
+
+@pytest.mark.features("beam search", "guided", refused=True)
+@pytest.mark.features("beam search", "tool calls", refused=True)
+@pytest.mark.features("beam search", "prompt logprobs", refused=True)
+@pytest.mark.features("beam search", "logits processors", refused=True)
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"tools": [{"type": "function", "function": {"name": "look"}}]}, "tools"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"vllm_xargs": {"begin_with": [7]}}, "vllm_xargs"),
+    ],
+)
+async def test_what_beams_cannot_have_is_refused_by_name(
+    client: AsyncOpenAI, stack: RunningStack, body: dict[str, Any], param: str
+) -> None:
+    asked: Any = [{"role": "user", "content": "Hi"}]
+    more = {"use_beam_search": True, **body}
+    with pytest.raises(openai.BadRequestError, match="use_beam_search") as refused:
+        await client.chat.completions.create(model=stack.model, messages=asked, temperature=0, extra_body=more)
+    assert refused.value.param == param

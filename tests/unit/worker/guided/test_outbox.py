@@ -23,11 +23,10 @@ async def test_every_grammar_of_a_plan_is_answered_and_forgotten_when_a_later_on
         outbox.request(library, StepPlan(epoch=EPOCH, step=0, compile=(GOOD, BAD)))
         async with asyncio.timeout(120):
             answers = [await outbox.next_result(), await outbox.next_result()]
-        assert {answer.grammar: answer.error for answer in answers} == {
-            GOOD.key: None,
-            BAD.key: "Regex parsing error at position 2: The parenthesis is not closed. "
-            "(llguidance: error: unclosed group)",
-        }
+        errors = {answer.grammar: answer.error for answer in answers}
+        assert errors.keys() == {GOOD.key, BAD.key}
+        assert errors[GOOD.key] is None
+        assert "(llguidance: " in (errors[BAD.key] or ""), "what each of the two libraries says"
         assert {answer.epoch for answer in answers} == {EPOCH}
         assert library.process(GOOD.key) is not None
         assert library.process(BAD.key) is None
