@@ -1,4 +1,7 @@
-"""The supervisor is killed under open streams: everything goes on, a new one takes over, and `down` needs none."""
+"""The supervisor is killed under open streams: everything goes on, a new one takes over, and `down` needs none.
+
+The device is simulated, and says what depends on a request's seed; each stream has its own.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,24 @@ from tests.support.lanes import forked_server
 from tests.support.warm.forked_baton import ForkedBaton
 
 STREAMS = 8
-TOKENS = 200
+TOKENS = 100
+SLOW = "--sim-step-ms=20"
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    with running_stack(tmp_path_factory.mktemp("orphans"), kvstore="64MiB", redis=True) as stack:
+    folder = tmp_path_factory.mktemp("orphans")
+    with running_stack(folder, device="sim", kvstore="64MiB", redis=True, more=[SLOW]) as stack:
         yield stack
 
 
 async def eight(stack: RunningStack, started: asyncio.Event | None = None) -> list[Streamed]:
+    how = {"max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
     async with client_of(stack.url) as client, asyncio.timeout(DEADLINE):
         return await asyncio.gather(
             *(
-                stream_chat(client, stack.model, question, started, max_tokens=TOKENS, extra_body={"ignore_eos": True})
-                for question in QUESTIONS[:STREAMS]
+                stream_chat(client, stack.model, question, started, seed=seed, **how)
+                for seed, question in enumerate(QUESTIONS[:STREAMS])
             )
         )
 
@@ -55,6 +61,7 @@ async def test_streams_do_not_notice_a_killed_supervisor_nor_its_successor(stack
     said = await asyncio.to_thread(stack.baton, "ps")
     assert "supervisor is gone" in said.stdout, said.stderr
     assert [s.text for s in await streams] == [s.text for s in undisturbed]
+    assert len({s.text for s in undisturbed}) == STREAMS
 
     started.clear()
     streams = asyncio.create_task(eight(stack, started))
@@ -89,7 +96,7 @@ async def test_what_died_or_hangs_without_a_supervisor_is_replaced_by_the_next_o
 def test_other_settings_do_not_take_over(stack: RunningStack) -> None:
     before = pids(stack)
     stack.kill_supervisor()
-    refused = stack.baton("up", "--device=cpu", "--port=0", "--tokenizers=2", "--redis", "--kvstore-memory=64MiB")
+    refused = stack.baton("up", "--device=sim", "--port=0", "--tokenizers=2", "--redis", "--kvstore-memory=64MiB")
     assert refused.returncode == 1
     assert "counts" in refused.stderr
     assert "baton down" in refused.stderr
