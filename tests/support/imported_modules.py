@@ -35,5 +35,8 @@ class ChangingFinder(importlib.abc.MetaPathFinder):
 
 
 def change_when_imported(changes: dict[str, Callable[[Any], None]]) -> None:
-    """Has modules changed, by their names, when this process imports them."""
-    sys.meta_path.insert(0, ChangingFinder(changes))
+    """Has modules changed, by their names, when this process imports them; at once where it has."""
+    there = {name: sys.modules[name] for name in changes if name in sys.modules}
+    for name, module in there.items():
+        changes[name](module)
+    sys.meta_path.insert(0, ChangingFinder({name: each for name, each in changes.items() if name not in there}))

@@ -47,9 +47,7 @@ def run(*engines: EngineOfRanks) -> None:
     ("family", "tp", "shared_rows"),
     [
         ("mixtral", 1, None),
-        ("qwen2-moe", 2, None),
         ("qwen2-moe", 2, 1),
-        ("qwen3-moe", 1, None),
         ("deepseek-v2", 1, None),
         ("deepseek-v3", 2, 1),
     ],

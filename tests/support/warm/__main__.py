@@ -10,8 +10,10 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from runpy import run_module
 
@@ -51,6 +53,7 @@ def become_template(request: ForkTemplate, descriptors: list[int], shown: ShownM
     replace_environment(request.environment)
     more = request.environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in more if folder and folder not in sys.path]
+    _customize(more)
     shown.replace(request.environment)
     shown.show([sys.executable, "-m", "deploy.supervisor.template"])
     sys.argv[1:] = [str(control), *request.argv]
@@ -61,6 +64,17 @@ def become_template(request: ForkTemplate, descriptors: list[int], shown: ShownM
             raise
         end_process(end.code or 0)
     end_process(0)
+
+
+def _customize(folders: Sequence[str]) -> None:
+    """What Python does at its start: runs the first `sitecustomize` of these folders."""
+    files = (Path(folder, "sitecustomize.py") for folder in folders if folder)
+    if (file := next((each for each in files if each.exists()), None)) is not None:
+        spec = spec_from_file_location("sitecustomize", file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules["sitecustomize"] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
 
 
 def main() -> None:

@@ -36,12 +36,6 @@ def read_by_libraries(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if name != "PYTHONPATH"}
 
 
-def _acts_at_start(environment: Mapping[str, str]) -> bool:
-    """Whether a folder of PYTHONPATH has a module that Python runs before any other."""
-    folders = environment.get("PYTHONPATH", "").split(os.pathsep)
-    return any(Path(folder, f"{name}.py").exists() for folder in folders for name in ("sitecustomize", "usercustomize"))
-
-
 class WarmProcesses(NamedTuple):
     """One for each kind of template."""
 
@@ -54,7 +48,7 @@ class WarmProcesses(NamedTuple):
 def baton_up(environment: Mapping[str, str]) -> Sequence[str]:
     """The command that is `baton` for a process with this environment; its templates are forked from warm processes
     where that is the same as starting them."""
-    if not sys.platform.startswith("linux") or _acts_at_start(environment):
+    if not sys.platform.startswith("linux"):
         return [sys.executable, "-m", "deploy.cli"]
     warm = _started()
     if read_by_libraries(warm.environment) != read_by_libraries(environment):
