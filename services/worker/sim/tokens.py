@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
 from msgspec import Struct
@@ -13,7 +14,18 @@ _MASK = 2**64 - 1
 
 
 def printable_tokens(folder: Path, vocab_size: int) -> list[int]:
-    """Ids below `vocab_size` that are no special tokens and decode to printable ASCII. Raises BackendError."""
+    """Ids below `vocab_size` that are no special tokens and decode to printable ASCII. Raises BackendError.
+
+    Found once for a folder whose files stay as they are: of 128,000 words that takes 0.4 s, and a simulation asks
+    several times."""
+    files = ((each.name, each.stat()) for each in folder.iterdir() if each.is_file())
+    state = frozenset((name, status.st_mtime_ns, status.st_size) for name, status in files)
+    return list(_printable_tokens(folder, vocab_size, state))
+
+
+@lru_cache(maxsize=4)
+def _printable_tokens(folder: Path, vocab_size: int, state: frozenset[tuple[str, int, int]]) -> tuple[int, ...]:
+    """`state`: of the folder's files; with another one they are read again."""
     try:
         tokenizer = load_tokenizer(folder).tokenizer
     except TokenizerUnusable as error:
@@ -21,7 +33,7 @@ def printable_tokens(folder: Path, vocab_size: int) -> list[int]:
     hidden = special_ids(tokenizer)
     ids = [i for i in range(min(vocab_size, tokenizer.get_vocab_size())) if i not in hidden]
     texts = tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
-    printable = [i for i, text in zip(ids, texts, strict=True) if text and text.isascii() and text.isprintable()]
+    printable = tuple(i for i, text in zip(ids, texts, strict=True) if text and text.isascii() and text.isprintable())
     if not printable:
         raise BackendError(f"{folder}: its vocabulary holds no printable token for a simulated model to say")
     return printable
