@@ -46,7 +46,9 @@ class Chats:
 
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "prefix cache", "re-dispatch", "n > 1")
 @pytest.mark.parametrize(
-    "kind", ["glm46v", *(pytest.param(each, marks=pytest.mark.extras) for each in ("onevision", "gemma4"))]
+    "kind",
+    # Of the others, tests/integration/offline/test_videos.py compares the same in small steps.
+    ["glm46v", *(pytest.param(each, marks=pytest.mark.slow) for each in ("onevision", "gemma4"))],
 )
 async def test_videos_say_what_the_library_says(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "model"

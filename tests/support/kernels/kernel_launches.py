@@ -236,10 +236,12 @@ FAMILIES: tuple[Callable[[], Iterator[Launch]], ...] = (
 
 
 def launches(*words: str) -> Iterator[tuple[Launch, int]]:
-    """(launch, target) of all whose names have all `words`."""
+    """(launch, target) of all whose names have all `words`. Before compute capability 9.0 those without tensor cores
+    are rare: they are compiled to what they are there, but for waiting."""
     for launch in (launch for family in FAMILIES for launch in family()):
         for target in launch.targets:
-            name = f"{launch.name} {'rare' if launch.rare else 'often'} sm_{target}"
+            rare = launch.rare or (target < 90 and "mma" not in launch.must)
+            name = f"{launch.name} {'rare' if rare else 'often'} sm_{target}"
             if all(word in name for word in words):
                 yield launch, target
 
