@@ -90,7 +90,7 @@ def _store_memory(text: str | None, left: StackSpec | None) -> int:
     if text is None:
         return default_memory(free) if left is None else taken or 0
     size = _size("--kvstore-memory", text)
-    if size != taken and not fits(size, free):
+    if size not in (0, taken) and not fits(size, free):
         raise CommandError(
             f"--kvstore-memory {text}: {shared_memory()} has {free / 2**20:.0f} MiB left; take less, 0 for "
             "no store, or give a container more (docker run --shm-size)"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.cli.up import store
 from deploy.cli.up.options import given, service_settings
 from deploy.cli.up.store import ssd_settings, store_choice
 from deploy.errors import CommandError
@@ -31,6 +32,12 @@ def choice(**typed: object) -> StoreSpec | None:
 def test_a_store_has_memory_a_node_and_no_redis_unless_asked() -> None:
     assert choice() == StoreSpec(node=NodeId("n"), memory=2**20)
     assert choice(memory="0") is None
+
+
+def test_no_store_needs_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "free_memory", lambda: 4096)
+    assert choice(memory="0") is None
+    assert choice(memory=None) is None
 
 
 def test_redis_is_embedded_or_somebody_elses() -> None:
