@@ -129,7 +129,7 @@ class ResponseStore:
             await self.database.insert(record)
             chunks = {i: items[start : start + CHUNK_BYTES] for i, start in enumerate(parts)}
             await self.database.add_chunks(KIND, record.id, chunks)
-            await self._oldest_first.added(record.owner)
+            await self._oldest_first.added(record.owner, record.size)
         except RecordUnknown:
             return  # deleted meanwhile
         except DatabaseUnavailable as error:

@@ -106,7 +106,7 @@ class ChatStore:
             await self._database.add_chunks(CHATS, id, chunks)
         except RecordUnknown:
             return  # deleted meanwhile
-        await self._oldest_first.added(owner)
+        await self._oldest_first.added(owner, record.size)
 
     async def get(self, id: str, owner: str, hold: Hold) -> Raw:
         """Returns one of the owner's chats. Raises RequestError 404."""

@@ -25,6 +25,7 @@ from services.gateway.api.errors import RequestError, abbreviated, invalid
 from services.gateway.api.responses.conversation import conversation_object
 from services.gateway.api.responses.input_items import Item
 from services.gateway.api.responses.written_items import WrittenItem, written_items
+from services.gateway.database.oldest_first import UNSEEN_BYTES
 from services.gateway.database.records import CHUNK_BYTES, Database, Record, RecordUnknown
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ class ConversationStore:
         """`clock`: seconds since the epoch."""
         self._database, self._limits, self._clock = database, limits, clock
         self._added: Counter[str] = Counter()
-        """By owner."""
+        """By owner; and below, bytes since it was looked last."""
+        self._unseen: Counter[str] = Counter()
 
     async def create(self, owner: str, items: list[Item], metadata: dict[str, str]) -> ConversationObject:
         """A new conversation. Raises RequestError 400 where the key has too many, or too much."""
@@ -164,8 +166,10 @@ class ConversationStore:
         """Adds items; those of a `response` once. Raises RequestError: 404 where it is not there, 400 where it, or all
         that the key has, becomes too much."""
         encoded, number = msgspec.json.encode(items), 0
-        if self._added[owner] % CHECK_EVERY == 0:
+        self._unseen[owner] += len(encoded)
+        if self._added[owner] % CHECK_EVERY == 0 or self._unseen[owner] >= UNSEEN_BYTES:
             self._check_size((await self._database.usage(CONVERSATIONS, owner)).size)
+            self._unseen[owner] = 0
         self._added[owner] += 1
 
         def numbered(stored: StoredConversation) -> StoredConversation:

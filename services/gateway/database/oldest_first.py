@@ -9,6 +9,8 @@ from services.gateway.database.records import Database
 
 CHECK_EVERY = 32
 """A gateway looks so rarely how much an owner has, in records that it has added for it."""
+UNSEEN_BYTES = 16 * 2**20
+"""Or in so many bytes of them: a few large ones are as much as thousands."""
 PAGE = 100
 
 
@@ -21,15 +23,20 @@ class RecordLimits(NamedTuple):
 
 
 class OldestFirst:
-    """Owns how many records were added for each owner by this gateway."""
+    """Owns how many records, and bytes, were added for each owner by this gateway."""
 
     def __init__(self, database: Database, kind: str, limits: RecordLimits) -> None:
         self._database, self._kind, self._limits = database, kind, limits
         self._added: Counter[str] = Counter()
+        self._unseen: Counter[str] = Counter()
+        """Bytes of what was added since the last look."""
 
-    async def added(self, owner: str) -> None:
-        """One more was added: removes what is above the limits, now and then. Raises DatabaseUnavailable."""
-        if self._added[owner] % CHECK_EVERY == 0:
+    async def added(self, owner: str, size: int) -> None:
+        """One more was added, of so many bytes: removes what is above the limits, now and then. Raises
+        DatabaseUnavailable."""
+        self._unseen[owner] += size
+        if self._added[owner] % CHECK_EVERY == 0 or self._unseen[owner] >= UNSEEN_BYTES:
+            self._unseen[owner] = 0
             await self._remove(owner)
         self._added[owner] += 1
 

@@ -157,6 +157,8 @@ async def test_the_oldest_go_first(memory_bus: MemoryBus, tmp_path: Path, monkey
                 await stack.openai.responses.retrieve(response.id)
         for response in responses[2:]:
             assert (await stack.openai.responses.retrieve(response.id)).id == response.id
+    monkeypatch.setattr("services.gateway.database.oldest_first.CHECK_EVERY", 32)  # bytes alone make it look
+    monkeypatch.setattr("services.gateway.database.oldest_first.UNSEEN_BYTES", 3000)
     async with gateway_stack(memory_bus, database_file=tmp_path / "small.sqlite", responses_size=4500) as stack:
         first, last = await create(stack), await create(stack, input="x" * 2000)
         with pytest.raises(openai.NotFoundError):
