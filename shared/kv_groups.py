@@ -19,6 +19,11 @@ NULL_BLOCK = 0
 it holds means nothing, and is finite."""
 
 
+STEP_ROWS = 8192
+"""Rows beside prompts whose keys and values a step may compute at the least: more than a step has tokens, as these rows
+pass few products."""
+
+
 class KvCacheGroup(Struct, frozen=True, array_like=True, kw_only=True):
     """Layers that have keys and values of the same tokens."""
 
@@ -29,6 +34,15 @@ class KvCacheGroup(Struct, frozen=True, array_like=True, kw_only=True):
     """Rows of an encoder's that every token attends to, at most (cross-attention): keys and values of these, and of no
     token, are in its blocks, as many from a sequence's first step to its last. They are no part of the interleaved
     tables: see `NewSequence.encoded_blocks`. None: the group is of the sequence's own tokens."""
+    parts: Annotated[int, Meta(ge=1)] = 1
+    """How many times a block's tokens it has rows for, where it is of rows: so many times fewer layers attend to these
+    than to tokens, and each layer's share of a block is as large (`block_size` rows in each part)."""
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of an encoder's that come with the sequences that are new to a step, at most: those of one sequence, or
+        of several where they have few."""
+        return 0 if self.encoded is None else max(self.encoded, STEP_ROWS)
 
     def first_needed(self, position: int, block_size: int) -> int:
         """The first block of a sequence that is read where tokens from `position` on are computed."""
@@ -37,7 +51,7 @@ class KvCacheGroup(Struct, frozen=True, array_like=True, kw_only=True):
     def most_blocks(self, tokens: int, block_size: int, step_tokens: int) -> int:
         """Most blocks that a sequence of `tokens` has at a time, if a step computes up to `step_tokens` of them."""
         if self.encoded is not None:
-            return blocks_for(self.encoded, block_size)
+            return blocks_for(self.encoded, block_size * self.parts)
         blocks = blocks_for(tokens, block_size)
         if self.window is None:
             return blocks

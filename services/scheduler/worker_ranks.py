@@ -127,7 +127,8 @@ class WorkerRanks:
                 "CPUs alone, by ranks of one stage with KV heads of their own; start its engines without --prefill and "
                 "--decode"
             )
-        if self._role != "mixed" and reports[0].model.reads_beside is not None:
+        own = reports[0].model
+        if self._role != "mixed" and (own.audio or own.encoder_decoder) is not None:
             return UnusableRanks(
                 f"no {self._role} engine: requests of {reports[0].model.name} bring rows of an encoder's, whose keys "
                 "and values are not handed over; start its engines without --prefill and --decode"

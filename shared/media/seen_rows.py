@@ -7,9 +7,11 @@ it. Rows that are seen together begin a block, so that a table of blocks can beg
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shared.blocks import blocks_for
+from shared.kv_groups import KvCacheGroup
 from shared.messages.generation import PromptEmbeds
 
 
@@ -43,9 +45,15 @@ def places_of_rows(embeds: PromptEmbeds, block_size: int) -> tuple[tuple[int, in
 
 
 def blocks_of_rows(embeds: PromptEmbeds, block_size: int) -> int:
-    """How many blocks they lie in."""
+    """How many blocks they lie in, as attention has these: parts of those of a pool where one has several."""
     last = seen_rows(embeds, block_size)[-1]
     return last.block + blocks_for(last.rows, block_size)
+
+
+def blocks_of_prompt(embeds: PromptEmbeds, block_size: int, groups: Sequence[KvCacheGroup]) -> int:
+    """How many blocks of the pool these are. `groups`: the engine's, of which one is of rows."""
+    parts = next(group.parts for group in groups if group.encoded is not None)
+    return blocks_for(blocks_of_rows(embeds, block_size), parts)
 
 
 def _runs(embeds: PromptEmbeds) -> tuple[tuple[int, int], ...]:

@@ -17,13 +17,13 @@ from deploy.cli.up.counts import (
     allows_texts_alone,
     check_engines,
     check_hand_overs,
+    check_images_beside,
     counts_of,
     cpu_share,
     encoders,
     hands_over,
     layer_split,
     max_instances,
-    with_images_beside,
 )
 from deploy.cli.up.federation import federation_choice
 from deploy.cli.up.machine import gpu_choice, numa_choice
@@ -360,7 +360,8 @@ def _without_unread_tower(
     if allows_texts_alone(part.model, gateway):
         settings = merged({"worker": {"language_model_only": "true"}}, settings)
     elif not config.language_model_only and config.load_format != "dummy" and config.device != "sim":
-        return replace(part, counts=with_images_beside(part.counts, part.model))
+        check_images_beside(part.counts, part.model)
+        return part
     return replace(part, counts=replace(part.counts, encoder=0), settings=settings)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from deploy.errors import CommandError
 from deploy.supervisor.core.plan import MAX_COUNT, POOLS, Counts
 from deploy.supervisor.settings import StackSettings
@@ -159,23 +157,13 @@ def check_engines(stack: StackSettings, pp: int, context_parallel: int, data_par
             raise CommandError(f"{option}: {sentence}; allowed: --engines N", status=2)
 
 
-def with_images_beside(counts: Counts, model: Path) -> Counts:
-    """Those of a model that is served with its images. Raises CommandError for pools, ranks, stages and groups where
-    its tokens attend to these beside their prompt, as those of a model with an encoder do."""
-    if read_cross_images(model) is None:
-        return counts
-    for option, asked in (
-        ("--prefill", counts.prefill > 0),
-        ("--decode", counts.decode > 0),
-        ("--tp, --prefill-context-parallel-size", counts.ranks > counts.stages),
-        ("--pp", counts.stages > 1),
-        ("--data-parallel-size", counts.data_parallel > 1),
-    ):
-        if asked:
-            sentence = f"an encoder reads the images of {model}, and one rank computes it, which hands nothing over"
-            allowed = "allowed: --engines N; --language-model-only serves it for texts"
-            raise CommandError(f"{option}: {sentence}; {allowed}", status=2)
-    return replace(counts, hands_over=False)
+def check_images_beside(counts: Counts, model: Path) -> None:
+    """`counts`: of a model that is served with its images. Raises CommandError for ranks that share rows where its
+    tokens attend to these beside their prompt."""
+    if counts.context_parallel > 1 and read_cross_images(model) is not None:
+        sentence = f"tokens of {model} attend to images beside their prompt, whose rows are not shared by context"
+        allowed = "allowed: --tp N, --pp N; --language-model-only serves it for texts"
+        raise CommandError(f"--prefill-context-parallel-size: {sentence}; {allowed}", status=2)
 
 
 def hands_over(model: Path) -> bool:

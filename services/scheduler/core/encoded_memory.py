@@ -1,9 +1,10 @@
 """KV memory of models whose tokens attend to rows of an encoder's beside their prompt (cross-attention, as Whisper's).
 
 Keys and values of those rows are a group of their own: as many blocks of the pool for a sequence as its rows fill, from
-its first step to its last, whatever it generates. They are named by the rows and the cache salt, so sequences of the
-same sound share them, and one that was preempted finds them again while their memory is nobody else's. The names are
-not published, as no other engine can have those blocks.
+its first step to its last, whatever it generates. They are named by the rows, the adapter and the cache salt, so
+sequences of the same sound share them, and one that was preempted finds them again while their memory is nobody else's.
+The names are not published, as no other engine can have those blocks: whoever is handed a request makes them of its
+rows, which come with it.
 """
 
 from __future__ import annotations
@@ -17,27 +18,33 @@ from services.scheduler.core.memory import BlockAllocator
 from services.scheduler.core.sequence import Sequence
 from shared.blocks import HASH_BYTES, BlockHash
 from shared.kv_groups import KvCacheGroup, longest_sequence
-from shared.media.seen_rows import blocks_of_rows, places_of_rows
-from shared.messages.generation import PromptEmbeds
+from shared.media.seen_rows import blocks_of_prompt, places_of_rows
+from shared.messages.generation import Generation, PromptEmbeds
 
 _GROUP = 1
 """Of the blocks of rows, in the index."""
 
 
 class EncodedBlockAllocator(BlockAllocator):
-    """Owns the blocks of rows beside those of tokens. It works without a KV store and without a connector: these know
-    blocks of tokens only."""
+    """Owns the blocks of rows beside those of tokens, of which alone a KV store knows. It works without a connector."""
 
-    def __init__(self, num_blocks: int, block_size: int, groups: tuple[KvCacheGroup, ...]) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, groups: tuple[KvCacheGroup, ...], *, for_store: bool = False
+    ) -> None:
         """`groups`: that of the tokens, then that of the rows."""
         self._rows_index = GroupedPrefixIndex()
-        super().__init__(num_blocks, block_size, index=self._rows_index)
+        super().__init__(num_blocks, block_size, for_store=for_store, index=self._rows_index)
         self._groups = groups
 
     @property
     def max_tokens(self) -> int:
         """See `BlockAllocator.max_tokens`."""
         return longest_sequence(self._groups, self.pool.total, self.block_size, 1)
+
+    @property
+    def step_rows(self) -> int:
+        """See `BlockAllocator.step_rows`."""
+        return self._groups[_GROUP].step_rows
 
     def blocks_in_use(self, sequences: Iterable[Sequence]) -> list[int]:
         """See `BlockAllocator.blocks_in_use`."""
@@ -95,15 +102,16 @@ class EncodedBlockAllocator(BlockAllocator):
             return []
         table = sequence.blocks
         if table.encoded_name is None:
-            table.encoded_name = _name_of(embeds, sequence.generation.cache_salt, self.block_size)
+            table.encoded_name = _name_of(embeds, sequence.generation, self.block_size)
         return [
             BlockHash(blake2b(number.to_bytes(4, "little"), digest_size=HASH_BYTES, key=table.encoded_name).digest())
-            for number in range(blocks_of_rows(embeds, self.block_size))
+            for number in range(blocks_of_prompt(embeds, self.block_size, self._groups))
         ]
 
 
-def _name_of(embeds: PromptEmbeds, salt: str | None, block_size: int) -> bytes:
-    """The same rows lie otherwise where others of them are seen together."""
-    key = b"" if salt is None else blake2b(salt.encode(), digest_size=HASH_BYTES).digest()
+def _name_of(embeds: PromptEmbeds, generation: Generation, block_size: int) -> bytes:
+    """The same rows lie otherwise where others of them are seen together, and an adapter makes other keys of them."""
+    salt, lora = generation.cache_salt, generation.lora or b""
+    key = lora if salt is None else blake2b(salt.encode(), digest_size=HASH_BYTES, key=lora).digest()
     places = b"".join(place.to_bytes(4, "little") for place, _ in places_of_rows(embeds, block_size)[1:])
     return blake2b(embeds.of_tokens(0, sys.maxsize) + places, digest_size=HASH_BYTES, key=key).digest()

@@ -357,7 +357,9 @@ class EpochState:
 def _allocator(workers: WorkersReady, limits: EngineLimits, *, for_store: bool, for_connector: bool) -> BlockAllocator:
     """For as many groups of layers as the workers have, for rows of an encoder's, or for their states."""
     if any(group.encoded is not None for group in workers.kv_groups):
-        return EncodedBlockAllocator(workers.num_blocks, workers.card.block_size, workers.kv_groups)
+        return EncodedBlockAllocator(
+            workers.num_blocks, workers.card.block_size, workers.kv_groups, for_store=for_store
+        )
     if workers.kv_groups:
         return HybridBlockAllocator(
             workers.num_blocks,

@@ -191,6 +191,11 @@ class BlockAllocator:
         return self.tables
 
     @property
+    def step_rows(self) -> int:
+        """See `KvCacheGroup.step_rows`."""
+        return 0
+
+    @property
     def can_load(self) -> bool:
         """Whether there is room for what is loaded beside blocks."""
         return True

@@ -142,10 +142,12 @@ class EncodedRows(NamedTuple):
     """[k, hidden] rows whose keys and values this step writes; None: those of all its sequences lie there."""
     slots: Int32s
     """[k] where each goes."""
+    owners: Indices
+    """[k] the indices of their sequences."""
 
     def written(self) -> EncodedRows:
         """The same for a step behind the one that writes."""
-        return self if self.values is None else self._replace(values=None, slots=self.slots[:0])
+        return self if self.values is None else self._replace(values=None, slots=self.slots[:0], owners=self.owners[:0])
 
 
 @dataclass(frozen=True, slots=True)

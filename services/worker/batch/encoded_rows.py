@@ -22,10 +22,15 @@ _WIRE = np.dtype("<u4")
 class EncodedTables:
     """Owns the tables of blocks for such rows, by sequence index, and the rows that are still to be written."""
 
-    def __init__(self, max_sequences: int, rows: int, num_blocks: int, block_size: int) -> None:
-        """`rows`: of a sequence, at most."""
+    def __init__(self, max_sequences: int, rows: int, parts: int, num_blocks: int, block_size: int) -> None:
+        """`rows`: of a sequence, at most. `parts`: of `num_blocks` blocks, see `KvCacheGroup.parts`."""
         self._rows, self._num_blocks, self._block_size = rows, num_blocks, block_size
-        self._ids: Int32s = np.zeros((max_sequences, blocks_for(rows, block_size)), dtype=np.int32)
+        self._parts = np.arange(parts, dtype=np.int32) * np.int32(num_blocks)
+        """What is added to a block's number for each of its parts: a layer's memory has the first part of all blocks,
+        then the second of all, and so on."""
+        width = blocks_for(rows, block_size * parts) * parts
+        self._ids: Int32s = np.zeros((max_sequences, width), dtype=np.int32)
+        """Parts of blocks; a part is what attention takes for a block."""
         self._lengths: Int32s = np.zeros(max_sequences, dtype=np.int32)
         """Of the first rows that a sequence's tokens see."""
         self._first: Int32s = np.zeros(max_sequences, dtype=np.int32)
@@ -41,18 +46,19 @@ class EncodedTables:
         blocks = np.frombuffer(new.encoded_blocks, dtype=_WIRE)
         if count > self._rows:
             raise BrokenPlan(f"sequence {new.sequence}: {count} rows beside its prompt; {self._rows} are allowed")
-        if len(blocks) != (0 if not count or embeds is None else blocks_of_rows(embeds, self._block_size)):
+        parts, most = len(self._parts), self._ids.shape[1] // len(self._parts)
+        wanted = 0 if not count or embeds is None else blocks_for(blocks_of_rows(embeds, self._block_size), parts)
+        if len(blocks) != wanted:
             raise BrokenPlan(f"sequence {new.sequence}: {len(blocks)} blocks for {count} rows beside its prompt")
-        if len(blocks) > self._ids.shape[1]:
-            raise BrokenPlan(
-                f"sequence {new.sequence}: {len(blocks)} blocks for rows; {self._ids.shape[1]} are allowed"
-            )
+        if len(blocks) > most:
+            raise BrokenPlan(f"sequence {new.sequence}: {len(blocks)} blocks for rows; {most} are allowed")
         if len(blocks) and int(blocks.max()) >= self._num_blocks:
             raise BrokenPlan(f"sequence {new.sequence}: block {blocks.max()} of {self._num_blocks}")
 
     def add(self, seq_index: int, new: NewSequence) -> None:
         """Whoever is at `seq_index` now; its first step writes its rows, unless they are there."""
-        blocks = np.frombuffer(new.encoded_blocks, dtype=_WIRE)
+        blocks = np.frombuffer(new.encoded_blocks, dtype=_WIRE).astype(np.int32)
+        blocks = (blocks[:, None] + self._parts).ravel()
         embeds = new.prompt_embeds
         self._ids[seq_index] = NULL_BLOCK
         self._ids[seq_index, : len(blocks)] = blocks
@@ -89,12 +95,14 @@ class EncodedTables:
             values += rows
         if len({each.dtype for each in values}) > 1:
             values = [each.float() for each in values]
+        counts = [len(each) for each in slots]
         tables, lengths = self._seen(seq_indices, positions)
         return EncodedRows(
             tables=tables,
             lengths=lengths,
             values=torch.cat(values) if values else None,
             slots=np.concatenate(slots) if slots else np.zeros(0, dtype=np.int32),
+            owners=np.repeat(np.array(first, dtype=np.int64), counts),
         )
 
     def _seen(self, seq_indices: Indices, positions: Int32s) -> tuple[Int32s, Int32s]:

@@ -75,9 +75,11 @@ class SequenceTable:
         width = blocks_for(max_model_len + 1, block_size)
         of_tokens = tuple(group for group in groups if group.encoded is None)
         self.blocks = BlockTables(max_sequences, width, num_blocks, block_size, of_tokens)
-        encoded = next((group.encoded for group in groups if group.encoded is not None), None)
-        self.encoded = None if encoded is None else EncodedTables(max_sequences, encoded, num_blocks, block_size)
+        self.encoded: EncodedTables | None = None
         """None where no layer attends to rows beside prompts."""
+        for group in groups:
+            if group.encoded is not None:
+                self.encoded = EncodedTables(max_sequences, group.encoded, group.parts, num_blocks, block_size)
         self.block_size = block_size
         """Tokens of a block."""
         self.block_tables = self.blocks.ids

@@ -50,9 +50,11 @@ def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs, mo
 def _of_step(parts: RunnerParts, rows: int) -> int:
     """Bytes that a step of so many rows takes beside weights and KV memory."""
     length = parts.card.max_model_len
-    tables = max(1, len(parts.groups))
-    probe = parts.runner((blocks_for(min(rows, length), parts.card.block_size) + 1) * tables, length)
-    return parts.platform.peak_bytes(lambda: warm_up(probe, rows=rows, sequences=parts.max_num_seqs))
+    tables, size = max(1, len(parts.groups)), parts.card.block_size
+    of_rows = sum(group.most_blocks(0, size, 0) for group in parts.groups if group.encoded is not None)
+    probe = parts.runner((blocks_for(min(rows, length), size) + 1) * tables + of_rows, length)
+    beside = sum(group.step_rows for group in parts.groups)
+    return parts.platform.peak_bytes(lambda: warm_up(probe, rows=rows, sequences=parts.max_num_seqs, beside=beside))
 
 
 def _may_be_kept(parts: RunnerParts) -> bool:

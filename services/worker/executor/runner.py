@@ -251,7 +251,9 @@ class RankState:
             copies = self._slot_copies(*batch.trees.copies)
             meta = replace(meta, copies=copies if len(copies.sources) else None)
         if self.loras is not None and batch is not None:
-            adapted = self.loras.batch(self.sequences.loras[batch.rows.seq_indices], batch.logits_rows)
+            of, read = self.sequences.loras, batch.encoded
+            beside = None if read is None else of[read.owners]
+            adapted = self.loras.batch(of[batch.rows.seq_indices], batch.logits_rows, beside)
             if adapted is not None:
                 return self.loras.forward(adapted, ids, meta, self.caches, features), features
         return self._forward(ids, meta, self.caches, features), features

@@ -199,8 +199,8 @@ def _check_combinations(settings: BackendSettings, *, texts_alone: bool) -> None
     asked: dict[str, object] = {
         "device": not wanted.platform.in_main_memory,
         "prefill_context_parallel_size": wanted.context_rows is not None,
-        "tp": wanted.communicator.world_size > 1,
-        "pp": wanted.pipeline.stages > 1,
+        "tp": wanted.communicator.world_size > 1 and not texts_alone,
+        "pp": wanted.pipeline.stages > 1 and not texts_alone,
         "data_parallel_size": wanted.group is not None,
         "enable_sp": wanted.shared_rows is not None,
         "enable_expert_parallel": wanted.experts.parallel,
@@ -209,7 +209,7 @@ def _check_combinations(settings: BackendSettings, *, texts_alone: bool) -> None
         "kv_connector": settings.connected,
         "hybrid_kv_cache on": settings.hybrid_kv_cache == "on",
         "enable_prompt_embeds": settings.prompt_embeds,
-        "lora": loras.folders or loras.at_run_time,
+        "lora": (loras.folders or loras.at_run_time) and not texts_alone,
         "pooling_type": wanted.pooling_type not in ("auto", "none"),
         "classifier_from_token": wanted.classifier_from_token,
         "model_impl native": texts_alone and wanted.model_impl == "native",
@@ -345,9 +345,15 @@ def _layer_groups(loaded: LoadedModel, settings: BackendSettings) -> tuple[KvCac
 
 
 def _encoded_groups(loaded: LoadedModel, rows: int) -> tuple[KvCacheGroup, ...]:
-    """That of a sequence's tokens, and that of the rows, at most so many, which they attend to beside these."""
+    """That of a sequence's tokens, and that of the rows, at most so many, which they attend to beside these. Every rank
+    of an engine of several stages must come here."""
     assert isinstance(loaded.decoder, AttendsAcross), "what attends to rows is one"
-    groups = encoded_layers(loaded.decoder.across, rows)
+    across, stage = loaded.decoder.across, loaded.stage
+    stages: list[tuple[bool, ...]] = [across]
+    if stage.count > 1:
+        said = loaded.settings.communicator.all_gather("".join(str(int(each)) for each in across))
+        stages = [tuple(each == "1" for each in one) for one in said[:: len(said) // stage.count]]
+    groups = encoded_layers(stages, stage.index, rows)
     loaded.decoder.use_groups(groups)
     return groups.groups
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from mmap import mmap
+from typing import cast
+
 from msgspec.structs import replace
 
 from services.worker.backend import Backend, run_step
+from services.worker.batch.mapped_rows import MappedRows
 from shared.blocks import blocks_for
-from shared.ids import Incarnation, SequenceId
+from shared.ids import Incarnation, InstanceId, RowsName, SequenceId
 from shared.kv_groups import token_tables
-from shared.messages.generation import SamplingOptions
+from shared.media.seen_rows import blocks_of_prompt
+from shared.messages.generation import EMBEDDING_BYTES, EmbeddingDtype, PromptEmbeds, SamplingOptions
 from shared.messages.worker import MAX_PROMPT_LOGPROB_TOKENS_PER_PLAN, NewSequence, SequenceWork, StateCopy, StepPlan
 from shared.packing import pack
 
@@ -32,12 +37,13 @@ _RANDOM = SamplingOptions(seed=0, top_p=0.9)
 """What most ask for. Where nothing changes the logits they are drawn from as they are, by kernels of their own."""
 
 
-def warm_up(backend: Backend, *, rows: int, sequences: int) -> None:
+def warm_up(backend: Backend, *, rows: int, sequences: int, beside: int = 1) -> None:
     """A prefill step of about `rows` rows over at most `sequences` sequences, then a decode step of each, with
-    everything that can be asked of the sampler; then a row that asks for little. Leaves no sequence behind."""
+    everything that can be asked of the sampler; then a row that asks for little. Leaves no sequence behind. `beside`:
+    rows beside the first prompts, where the model attends to any."""
     tables = token_tables(backend.kv_groups)
     lengths, size = _lengths(rows, sequences, _longest(backend)), backend.card.block_size
-    run_step(backend, _prefills(lengths, size, tables=tables))
+    run_step(backend, _with_rows(_prefills(lengths, size, tables=tables), backend, beside))
     run_step(backend, _decodes(len(lengths), backend.max_speculate))
     backend.reset()
     run_step(backend, _prefills([1], size, _RANDOM, tables=tables))
@@ -106,6 +112,27 @@ def _prefills(lengths: list[int], block_size: int, sampling: SamplingOptions = _
     ]
     work = [SequenceWork(SequenceId(number), length, b"", True) for number, length in enumerate(lengths)]
     return StepPlan(epoch=Incarnation(0), step=0, new=tuple(new), work=tuple(work))
+
+
+def _with_rows(plan: StepPlan, backend: Backend, rows: int) -> StepPlan:
+    """`plan` whose first sequences have so many `rows` beside their prompts together, each as many as it may."""
+    card, size, new = backend.card, backend.card.block_size, list(plan.new)
+    if (model := card.reads_beside) is None:
+        return plan
+    dtype = cast(EmbeddingDtype, card.dtype)
+    row_bytes = model.row_size * EMBEDDING_BYTES[dtype]
+    for number, each in enumerate(plan.new):
+        count = min(rows, model.rows)
+        if not count:
+            break
+        rows -= count
+        kept = MappedRows(RowsName(bytes(16)), count, InstanceId(""), rows=mmap(-1, count * row_bytes))
+        embeds = PromptEmbeds(
+            dtype=dtype, size=model.row_size, rows=b"", runs=((0, count),), media=(kept,), encoded=True
+        )
+        blocks = pack(range(blocks_of_prompt(embeds, size, backend.kv_groups)))
+        new[number] = replace(each, prompt_embeds=embeds, encoded_blocks=blocks)
+    return replace(plan, new=tuple(new))
 
 
 def _scored(lengths: list[int]) -> set[int]:

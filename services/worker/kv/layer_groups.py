@@ -86,14 +86,17 @@ def group_layers(
     return LayerGroups(tuple(groups), tuple(group_of), tuple(cache_of), tuple(sizes), stage)
 
 
-def encoded_layers(across: Sequence[bool], rows: int) -> LayerGroups:
-    """Groups of a model's attentions, each either to the sequence's own tokens or `across`, to an encoder's `rows`: the
-    first of both share a cache, then the second, and so on."""
-    group_of = tuple(int(each) for each in across)
-    cache_of = tuple(group_of[:number].count(group) for number, group in enumerate(group_of))
-    own, others = group_of.count(0), group_of.count(1)
-    groups = KvCacheGroup(layers=own), KvCacheGroup(layers=others, encoded=rows)
-    return LayerGroups(groups, group_of, cache_of, (max(own, others),), 0)
+def encoded_layers(across: Sequence[Sequence[bool]], stage: int, rows: int) -> LayerGroups:
+    """Groups of a model's attentions, each either to the sequence's own tokens or across, to an encoder's `rows`, as
+    `across` says of each stage. A layer across has as many caches as there are for each of them, from `cache_of` on:
+    those of the first layers of tokens belong to the first one across, too, and so on."""
+    counts = [(len(each) - sum(each), sum(each)) for each in across]
+    parts = min(max(1, own // others) for own, others in counts if others)
+    group_of = tuple(int(each) for each in across[stage])
+    cache_of = tuple((parts if group else 1) * group_of[:at].count(group) for at, group in enumerate(group_of))
+    own, others = (sum(each) for each in zip(*counts, strict=True))
+    groups = KvCacheGroup(layers=own), KvCacheGroup(layers=others, encoded=rows, parts=parts)
+    return LayerGroups(groups, group_of, cache_of, tuple(max(each) for each in counts), stage)
 
 
 def _parts(seen: list[int | None], stages: Sequence[int]) -> list[list[int | None]]:

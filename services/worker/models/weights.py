@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol, assert_never
 
@@ -371,6 +371,14 @@ class NamedModules(NamedTuple):
     products: Mapping[str, NamedProduct]
     elsewhere: tuple[str, ...] = ()
     """Beginnings of the names of modules that other stages have."""
+    beside: frozenset[str] = frozenset()
+    """Modules that are given rows beside prompts (`BatchMeta.encoded`) in place of a step's own."""
+    rename: Callable[[str], str] | None = None
+    """Adapters' names of them to these; None: they are the same."""
+
+    def own_name(self, name: str) -> str:
+        """Of a module or tensor of an adapter."""
+        return name if self.rename is None else self.rename(name)
 
     def is_elsewhere(self, name: str) -> bool:
         """Whether another stage has the module, or tensor, of this name."""

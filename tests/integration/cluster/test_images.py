@@ -19,7 +19,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from deploy.supervisor.state_file import directory_of
-from tests.integration.cluster.test_features_together import federated
+from tests.integration.cluster.test_features_together import counted, federated
 from tests.support.cluster.batches import batch_of
 from tests.support.cluster.conversations import client_of
 from tests.support.cluster.stack import RunningStack, running_stack
@@ -365,7 +365,6 @@ async def test_images_beside_prompts_outlive_the_engine(tmp_path: Path) -> None:
     chats = [user(flat, "Compare it with", tall), user(tall, "What?"), {"role": "user", "content": "A question."}]
     said = [wanted(model, chat, images=(flat, tall)) for chat in chats]
     with running_stack(tmp_path, model=model.path, engines=1, more=(f"--served-model-name={NAME}",)) as seeing:
-        assert "kvstore" not in str(await seeing.heard())
         async with client_of(seeing.url) as client:
             answers = await asyncio.gather(*(ask(client, chat) for chat in chats))
             again = await ask(client, chats[0])
@@ -382,6 +381,26 @@ async def test_images_beside_prompts_outlive_the_engine(tmp_path: Path) -> None:
     assert cached(again) >= 16
     assert killed
     assert text == wanted(model, chats[0], count=120, images=(flat, tall))
+
+
+@pytest.mark.extras
+@pytest.mark.features("images", "prefill/decode", "tensor parallel", "prefix cache")
+async def test_images_beside_prompts_are_handed_over(tmp_path: Path) -> None:
+    """Keys and values of tokens are; those of an image are made of its rows once more."""
+    model = make_mllama_images(tmp_path / "model")
+    flat, tall = picture(0, (150, 40)), picture(1, (60, 300))
+    chats = [user(flat, "Compare it with", tall), user(tall, "What?"), {"role": "user", "content": "A question."}]
+    said = [wanted(model, chat, images=(flat, tall)) for chat in chats]
+    settings, more = ["coordinator.disaggregate_tokens=16"], (f"--served-model-name={NAME}",)
+    with running_stack(
+        tmp_path, model=model.path, prefill=1, decode=1, tp_decode=2, settings=settings, more=more
+    ) as pools:
+        async with client_of(pools.url) as client:
+            answers = await asyncio.gather(*(ask(client, chat) for chat in chats))
+            again = await ask(client, chats[0])
+        assert await counted(pools, "prefill-1", "hand_overs_total") > 0
+    assert [each.choices[0].message.content for each in (*answers, again)] == [*said, said[0]]
+    assert cached(again) >= 16
 
 
 @pytest.mark.features("prompt embeds", "images", "prefill/decode", "tensor parallel", "prefix cache")

@@ -1,24 +1,27 @@
-"""Llama 3.2 Vision on one rank: what `transformers` generates of the same images and texts, in any batch."""
+"""Llama 3.2 Vision: what `transformers` generates of the same images and texts, in any batch."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from services.worker.models.config import ModelError
-from services.worker.models.lora.slots import LoraSettings
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from services.worker.speculation.settings import SpeculationSettings
-from tests.support.models.quantised_files import compressed_config, quantise
+from tests.support.models.quantised_files import quantise
+from tests.support.models.rounded_models import rounded
+from tests.support.models.tiny_adapters import write_adapter
 from tests.support.models.tiny_images import picture
-from tests.support.models.tiny_mllama import TILE_ROWS, make_mllama, make_mllama_images
+from tests.support.models.tiny_mllama import ACROSS, TILE_ROWS, MllamaImages, make_mllama, make_mllama_images
+from tests.support.models.tiny_models import TinyModel
 from tests.support.worker.image_chats import ImageChat
 from tests.support.worker.plan_driver import Driver
+from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, Request, rank_processes
 from tests.support.worker.recorded_logits import record_logits
 from tests.support.worker.tiny_backend import tiny_backend
 
@@ -82,28 +85,96 @@ def test_images_are_seen_by_the_tokens_behind_them(
     assert other.output != expected[3], "an image that nobody sees would agree, too"
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with rank_processes(2, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+def check_engine(engine: EngineOfRanks, models: dict[str, MllamaImages]) -> None:
+    """Chats side by side say what the model says, by the name of its adapter, and once more from what is cached."""
+    asked = [(chat, name) for chat in CHATS for name in models]
+
+    def ask(chat: ImageChat, name: str) -> Request:
+        ids, embeds = models[""].beside(chat.messages, chat.images)
+        return engine.ask(ids, OUTPUT, lora=name, embeds=embeds)
+
+    requests = [ask(*each) for each in asked]
+    engine.run()
+    again = [ask(*each) for each in asked[: len(models)]]
+    engine.run()
+    expected = [chat.expected(models[name], OUTPUT) for chat, name in asked]
+    assert [each.tokens for each in (*requests, *again)] == [*expected, *expected[: len(models)]]
+    assert all(each.cached >= 16 for each in again)
+
+
+@pytest.mark.extras
+@pytest.mark.features("images", "tensor parallel", "pipeline parallel", "quantization", "prefix cache")
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stages": 2, "layers": (2, 4)},
+        {"tp": 2, "quantization": "int4"},
+        {"stages": 2, "quantization": "fp8"},
+    ],
+    ids=str,
+)
+def test_ranks_and_stages_share_it(asked: dict[str, Any], ranks: RankProcesses, tmp_path: Path) -> None:
+    """A stage may end with a layer that attends to images; weights are rounded as a whole."""
+    model = make_mllama_images(tmp_path)
+    if (code := asked.get("quantization")) is not None:
+        rounded(model.reference, code)
+    check_engine(ranks.serve(model.path, ops="native", **asked), {"": model})
+
+
+@pytest.mark.extras
+@pytest.mark.features("images", "tensor parallel", "LoRA")
+def test_adapters_make_other_keys_and_values_of_images(ranks: RankProcesses, tmp_path: Path) -> None:
+    """By the names of today's library, and by those of before."""
+    model = make_mllama_images(tmp_path / "model")
+    parts = {True: "cross_attn", False: "self_attn"}
+    heads = [f"{parts[n in ACROSS]}.{each}_proj" for n in range(6) for each in "qkvo"]
+    modules = [f"language_model.layers.{n // 4}.{each}" for n, each in enumerate(heads)]
+    modules += [f"language_model.layers.{n}.mlp.{each}_proj" for n in range(6) for each in ("gate", "up", "down")]
+    models, folders = {"": model}, [tmp_path / "today", tmp_path / "before"]
+    for seed, folder in enumerate(folders):
+        own: Any = model  # has what is looked at
+        merged = write_adapter(TinyModel("mllama", model.path, own.reference), folder, modules=modules, seed=seed)
+        models[folder.name] = model._replace(reference=merged.reference)
+    path = folders[1] / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file(
+        {name.replace("model.language_model.", "language_model.model."): each for name, each in tensors.items()}, path
+    )
+    loras = tuple((folder.name, str(folder)) for folder in folders)
+    check_engine(ranks.serve(model.path, tp=2, ops="native", loras=loras), models)
+
+
 @pytest.mark.refuses(
-    "Llama 3.2 Vision with images", "--tp", "--pp", "--speculative", "--kv-connector", "--lora", "quantised checkpoints"
+    "Llama 3.2 Vision with images", "--speculative", "--kv-connector", "--prefill-context-parallel-size"
 )
 def test_what_images_beside_a_prompt_do_not_go_with_is_refused_at_start(tmp_path: Path) -> None:
     path = make_mllama_images(tmp_path).path
     refused: dict[str, dict[str, Any]] = {
-        "tp": {"communicator": SimpleNamespace(world_size=2)},
-        "pp": {"pipeline": SimpleNamespace(stages=2)},
+        "prefill_context_parallel_size": {"context_rows": 64},
         "model_impl native": {"model_impl": "native"},
         "speculative": {"speculation": SpeculationSettings(method="ngram")},
         "kv_connector": {"kv_connector": True},
         "enable_prompt_embeds": {"prompt_embeds": True},
-        "lora": {"loras": LoraSettings(at_run_time=True)},
     }
     for setting, different in refused.items():
         with pytest.raises(ModelError, match=f"{setting}: not allowed .*; --language-model-only serves it for texts"):
             tiny_backend(path, **different)
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = compressed_config(8, "float", "channel", "float-quantized")
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="no quantised checkpoint of it is read; --language-model-only"):
-        tiny_backend(path)
+
+
+@pytest.mark.extras
+@pytest.mark.features("images", "quantization", "tensor parallel")
+def test_a_quantised_checkpoint_is_read_with_images(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Of which the tower is left alone, as published ones have it."""
+    model = make_mllama_images(tmp_path)
+    own: Any = model  # has what is looked at
+    quantise(own, "int8", part="language_model")
+    check_engine(ranks.serve(model.path, tp=2, ops="native"), {"": model})
 
 
 @pytest.mark.extras

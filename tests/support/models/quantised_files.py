@@ -348,15 +348,15 @@ def quantised(path: Path, method: str, family: str = "qwen2", **changes: Any) ->
     return quantise(make_model(family, path, **SIZES, **changes), method)
 
 
-def quantise(model: TinyModel, method: str) -> TinyModel:
-    """The same, with its checkpoint as `quantised` has it."""
+def quantise(model: TinyModel, method: str, part: str = "") -> TinyModel:
+    """The same, with its checkpoint as `quantised` has it. `part`: of the names of what is not left alone."""
     settings, write = METHODS[method]
     path = model.path
     tensors = load_file(path / "model.safetensors")
     with torch.no_grad():
         for module_name, module in model.reference.named_modules():
             name = _stored_name(module_name, tensors)
-            if isinstance(module, nn.Linear) and not name.endswith(LEFT_ALONE):
+            if isinstance(module, nn.Linear) and part in module_name and not name.endswith(LEFT_ALONE):
                 own, numbers = write(module.weight.float())
                 if "shared_transformer" not in name or f"{name}.weight" in tensors:  # the first of those that share it
                     del tensors[f"{name}.weight"]
@@ -378,7 +378,9 @@ def quantise(model: TinyModel, method: str) -> TinyModel:
 
 def _stored_name(module: str, tensors: dict[str, Tensor]) -> str:
     """What a module of the library is called in its checkpoint: Nemotron-H's, Kimi-Linear's and Ling 3's differ,
-    and the experts of Mixtral and MiniMax."""
+    and the experts of Mixtral and MiniMax, and those of a model with images."""
+    if "language_model.model.norm.weight" in tensors:
+        return module.replace("model.language_model.", "language_model.model.", 1)
     if any(".attention.f_proj." in name for name in tensors):
         return re.sub(r"self_attn(\.forget_gate)?", "attention", module).replace(".o_proj", ".dense")
     if any(".self_attn.f_a_proj." in name for name in tensors):

@@ -26,12 +26,12 @@ from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_models import POSITIONS, VOCABULARY, TinyModel, randomize
 from tests.support.paths import DEMO_MODEL
 
-ACROSS = (1, 3)
+ACROSS = (1, 4)
 TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": POSITIONS,

@@ -13,7 +13,7 @@ from random import Random
 from services.worker.backend import Backend, run_step
 from shared.ids import Incarnation, LoraId, SequenceId
 from shared.kv_groups import NULL_BLOCK, token_tables
-from shared.media.seen_rows import blocks_of_rows
+from shared.media.seen_rows import blocks_of_prompt
 from shared.messages.generation import (
     Grammar,
     PoolingOptions,
@@ -204,7 +204,8 @@ class Driver:
         sequence.held = True
         embeds = sequence.prompt_embeds
         if embeds is not None and embeds.encoded and not sequence.encoded:
-            sequence.encoded = [self._free.pop() for _ in range(blocks_of_rows(embeds, self._block_size))]
+            blocks = blocks_of_prompt(embeds, self._block_size, self.backend.kv_groups)
+            sequence.encoded = [self._free.pop() for _ in range(blocks)]
         return NewSequence(
             sequence=sequence.id,
             tokens=pack(sequence.tokens),

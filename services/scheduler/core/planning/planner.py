@@ -76,7 +76,7 @@ class StepPlanner:
     def plan(self, now: float, *, admits: bool = True) -> StepBuilder | None:
         """The next step, or None where there is nothing to compute, copy or compile before results come. `admits`:
         whether it may begin with waiting sequences."""
-        step = StepBuilder(self._limits.max_batch_tokens, self._limits.max_new_bytes)
+        step = StepBuilder(self._limits.max_batch_tokens, self._limits.max_new_bytes, self._memory.step_rows)
         queues, preempted = self.queues, self.preemption.count
         alone = self.isolation.current is not None
         if alone:

@@ -37,6 +37,8 @@ class StepBuilder:
     new_bytes: int
     """Bytes that sequences and grammars that the workers do not know may still take in the plan; negative behind a
     sequence that is larger than that alone."""
+    new_rows: int = 0
+    """Rows beside prompts that such sequences may still bring."""
     work: list[SequenceWork] = field(default_factory=list)
     withheld: int = 0
     """Tokens of the engine's limit that it leaves out, so that it ends in time."""
@@ -70,20 +72,32 @@ class StepBuilder:
         self.budget = tokens
 
     def fits_new(self, sequence: Sequence) -> bool:
-        """Whether the plan has bytes left for the tokens of a sequence that the workers do not know. One always has
-        room, however long it is."""
-        return not (self.started or self.loading) or _new_bytes(sequence) <= self.new_bytes
+        """Whether the plan has bytes left for the tokens of a sequence that the workers do not know, and the step for
+        the rows beside its prompt. One always has room, however long it is."""
+        if not (self.started or self.loading):
+            return True
+        return _new_bytes(sequence) <= self.new_bytes and _new_rows(sequence) <= self.new_rows
 
     def start(self, sequence: Sequence) -> None:
         """Adds a sequence that the workers do not know; the caller asks `fits_new` first."""
-        self.new_bytes -= _new_bytes(sequence)
+        self._count(sequence)
         self.started.append(StartedSequence(sequence, sequence.tokens.planned))
 
     def start_loading(self, sequence: Sequence, loaded: int) -> None:
         """Adds a sequence that the workers do not know, and whose first `loaded` tokens come by a load of this step;
         the caller asks `fits_new` first."""
-        self.new_bytes -= _new_bytes(sequence)
+        self._count(sequence)
         self.loading.append(StartedSequence(sequence, loaded))
+
+    def _count(self, sequence: Sequence) -> None:
+        self.new_bytes -= _new_bytes(sequence)
+        self.new_rows -= _new_rows(sequence)
+
+
+def _new_rows(sequence: Sequence) -> int:
+    """Rows beside its prompt. Some may be there already: it is let in a step later, then, at the most."""
+    embeds = sequence.generation.prompt_embeds
+    return embeds.count if embeds is not None and embeds.encoded else 0
 
 
 def _new_bytes(sequence: Sequence) -> int:

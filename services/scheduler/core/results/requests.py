@@ -95,6 +95,9 @@ class RequestValidator:
             _check_encoded(generation, beside, self._block_size)
         elif (embeds := generation.prompt_embeds) is not None:
             self._check_embeds(generation, embeds)
+        if generation.prompt_embeds is not None and generation.sampling.prompt_logprobs is not None:
+            allowed = "not allowed beside images, sounds and embeddings, whose tokens are not drawn: leave it out"
+            raise _InvalidRequest("prompt_logprobs", f"prompt_logprobs: {allowed}")
         if not math.isfinite(generation.arrival):
             raise _InvalidRequest(None, "arrival must be a finite number")
         vocabulary = self.card.vocab_size

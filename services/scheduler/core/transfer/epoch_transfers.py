@@ -107,4 +107,4 @@ class EpochTransfers:
 
 def _records(workers: WorkersReady) -> int:
     """Records of the store that a block of a long prompt is loaded from: those of groups that see all tokens."""
-    return max(1, sum(1 for group in workers.kv_groups if group.window is None))
+    return max(1, sum(1 for group in workers.kv_groups if group.window is None and group.encoded is None))

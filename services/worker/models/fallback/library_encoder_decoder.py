@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.state_pages import RankCheckpoints
-from services.worker.models.fallback.attention import CROSS, AttentionLayers, answered_by
+from services.worker.models.fallback.attention import CROSS, AttentionLayers, RecordedLayers, answered_by
 from services.worker.models.fallback.library_decoder import LibraryDecoder
 from services.worker.models.weights import KvCaches
 from services.worker.ops.interface import InputRows
@@ -76,6 +76,18 @@ def _biases_of_distances(module: Any) -> Tensor:
 class LibraryEncoderDecoder(LibraryDecoder):
     """See `LibraryDecoder`; of one rank and stage, with a decoder that is prepared."""
 
+    def allocate_kv(self, num_blocks: int, sequences: int = 0) -> KvCaches:
+        """Caches of `num_blocks` blocks for every layer, one behind the other in one memory: a layer across has
+        several, as one of so many times the blocks (`KvCacheGroup.parts`)."""
+        if self._groups is None:
+            return super().allocate_kv(num_blocks, sequences)
+        both = self._ops.allocate_kv(self._groups.caches * num_blocks, *self._heads[0])
+        caches = []
+        for group, first in zip(self._groups.group_of, self._groups.cache_of, strict=True):
+            own = slice(first * num_blocks, (first + self._groups.groups[group].parts) * num_blocks)
+            caches.append((both[0][own], both[1][own]))
+        return caches
+
     def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache | None:
         """None: a store knows blocks of tokens only."""
         return None
@@ -89,8 +101,10 @@ class LibraryEncoderDecoder(LibraryDecoder):
         """[1, k, hidden] the rows whose keys and values a pass writes."""
         rows = layers.encoded_rows
         if rows is None:
-            # One that nobody looks at: some modules cannot shape none.
-            rows = torch.zeros(1, self._hidden_size, dtype=self._ops.empty_rows(0, 1).dtype, device=self._device)
+            # One that nobody looks at: some modules cannot shape none. While layers are found out as many as tokens, as
+            # each product is known by the rows that it is given then.
+            count = 2 if isinstance(layers, RecordedLayers) else 1
+            rows = torch.zeros(count, self._hidden_size, dtype=self._ops.empty_rows(0, 1).dtype, device=self._device)
         return rows.unsqueeze(0)
 
     def _call(

@@ -54,11 +54,6 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         return _library_encoder(settings)
     method = quantization_of(settings)
     codes = None if method is None or method.name == "mxfp4" else method  # whose blocks the library makes numbers of
-    if codes is not None and settings.images_beside:
-        raise ModelError(
-            f"{settings.folder}: quantization_config is set: with images, no quantised checkpoint of it is read; "
-            "--language-model-only serves it for texts"
-        )
     library = LibraryModel(settings.folder, trust_remote_code=settings.trust_remote_code, method=codes)
     if not settings.language_model_only and settings.load_format != "dummy":
         library.refuse_unserved_images()

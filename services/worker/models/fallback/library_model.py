@@ -20,7 +20,7 @@ from services.worker.models.checkpoint import NOWHERE, check_matrices, is_beside
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes
-from services.worker.models.fallback.image_rows.image_decoder import LibraryImageDecoder
+from services.worker.models.fallback.image_rows.image_decoder import LibraryImageDecoder, text_model_name
 from services.worker.models.fallback.library_config import (
     auto_class,
     has_mxfp4,
@@ -145,7 +145,9 @@ class LibraryModel:
         if dummy:
             model = _dummy_model(self._own, dtype, trust_remote_code=self._trusts)
             return model, PassOfStage() if stage.count == 1 else strip_to_stage(model, stage)
-        with open_checkpoint(self._folder, dtype) as files:  # cut files are found before memory is taken
+        codes_of_text = self._method is not None and self._own.model_type == "mllama"
+        rename = text_model_name if codes_of_text else None
+        with open_checkpoint(self._folder, dtype, rename=rename) as files:  # cut files are found before memory is taken
             kind = self._class if stage.count == 1 else class_of_stage(self._class, stage)
             if self._method is not None:
                 model = self._read_codes(kind, QuantizedCheckpoint(files, self._method, dtype))

@@ -65,8 +65,8 @@ class _Plan(NamedTuple):
     counts: tuple[str, ...] = ()
     """Attributes of attention modules that count heads, or elements of all heads: they become a rank's. `config` stands
     for `num_attention_heads` of the module's configuration."""
-    attention: str = "self_attn"
-    """The name of these modules."""
+    attention: tuple[str, ...] = ("self_attn",)
+    """The names of these modules."""
     kv_heads: str = "num_key_value_heads"
     """What the configuration calls the key heads that are split; where it has none, there is one for each head."""
 
@@ -105,7 +105,7 @@ _GPT_2 = _Plan(
     },
     layers="h",
     counts=("num_heads", "split_size"),
-    attention="attn",
+    attention=("attn",),
 )
 _BLOOM = _Plan(
     {
@@ -117,7 +117,7 @@ _BLOOM = _Plan(
     },
     layers="h",
     counts=("num_heads",),
-    attention="self_attention",
+    attention=("self_attention",),
 )
 _MPT = _Plan(
     {
@@ -128,7 +128,7 @@ _MPT = _Plan(
     },
     layers="blocks",
     counts=("n_heads",),
-    attention="attn",
+    attention=("attn",),
 )
 _FALCON = _Plan(
     {
@@ -140,10 +140,31 @@ _FALCON = _Plan(
     },
     layers="h",
     counts=("num_heads",),
-    attention="self_attention",
+    attention=("self_attention",),
     kv_heads="num_attention_heads",
 )
-_PLANS = {"gpt_oss": _GPT_OSS, "phi3": _PHI_3, "gpt2": _GPT_2, "bloom": _BLOOM, "mpt": _MPT, "falcon": _FALCON}
+_MLLAMA = _Plan(
+    {
+        **{f"{name}.{part}_proj": "colwise" for name in ("self_attn", "cross_attn") for part in "qkv"},
+        "self_attn.o_proj": "rowwise",
+        "cross_attn.o_proj": "rowwise",
+        "mlp.gate_proj": "colwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+    },
+    layers="model.layers",
+    counts=("num_heads", "num_key_value_heads"),
+    attention=("self_attn", "cross_attn"),
+)
+_PLANS = {
+    "gpt_oss": _GPT_OSS,
+    "phi3": _PHI_3,
+    "gpt2": _GPT_2,
+    "bloom": _BLOOM,
+    "mpt": _MPT,
+    "falcon": _FALCON,
+    "mllama_text_model": _MLLAMA,
+}
 """By `model_type`, of families whose layers the library has no plan for, or one that splits none."""
 
 _KEYS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj", "c_attn", "Wqkv")
@@ -206,7 +227,8 @@ def _plan_of(model: nn.Module) -> dict[str, str]:
     ours = _own_plan(own.config)
     if ours is None:
         return plan
-    return plan | {f"{own.base_model_prefix}.{ours.layers}.*.{name}": style for name, style in ours.styles.items()}
+    base = "" if own.base_model is own else f"{own.base_model_prefix}."  # which some heads lack, as Mllama's
+    return plan | {f"{base}{ours.layers}.*.{name}": style for name, style in ours.styles.items()}
 
 
 def _own_plan(config: Any) -> _Plan | None:
@@ -252,7 +274,7 @@ def _count_own_heads(model: nn.Module, communicator: Communicator) -> None:
     plan, ranks = _own_plan(own.config), communicator.world_size
     if plan is None or not plan.counts:
         return
-    modules: list[Any] = [each for path, each in model.named_modules() if path.rpartition(".")[2] == plan.attention]
+    modules: list[Any] = [each for path, each in model.named_modules() if path.rpartition(".")[2] in plan.attention]
     for module in modules:
         for name in plan.counts:
             if name == "config":

@@ -177,7 +177,9 @@ class AdaptedLibraryModel:
         self._matrices = [
             _named_matrix(name, each, ops, max_loras, max_rank) for name, each in self._named.products.items()
         ]
-        self._ops = AdaptedOps(ops, {id(matrix.packed): matrix.products for matrix in self._matrices}, {})
+        products = {id(matrix.packed): matrix.products for matrix in self._matrices}
+        beside = [id(self._named.products[name].packed) for name in self._named.beside]
+        self._ops = AdaptedOps(ops, products, {}, beside=beside)
         decoder.multiply_by(cast(Ops, self._ops))
 
     @property

@@ -6,7 +6,7 @@ is overridden here; all else is the device's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,10 +37,12 @@ class LoraBatch(NamedTuple):
     """Of the n rows."""
     drawn: AdapterRows
     """Of the rows whose logits are wanted, numbered among these."""
+    beside: AdapterRows | None = None
+    """Of the rows beside prompts whose keys and values the step makes; None: there are none."""
 
     def of(self, rows: int) -> AdapterRows:
         """Of a tensor of so many rows: all of them, or those whose logits are wanted. Raises ValueError for others."""
-        for each in self:
+        for each in (self.all, self.drawn):
             if rows == len(each.slots):
                 return each
         raise ValueError(f"{rows} rows are neither all nor those whose logits are wanted")
@@ -58,9 +60,12 @@ class AdaptedOps:
         products: Mapping[int, LowRankProducts],
         embeddings: Mapping[int, EmbeddingProduct],
         latents: LatentProducts | None = None,
+        beside: Collection[int] = (),
     ) -> None:
         """`products`: by the `id` of the matrix beside which they are, as it is packed. `embeddings`: by slot.
-        `latents`: of a model whose attention is latent."""
+        `latents`: of a model whose attention is latent. `beside`: matrices that rows beside prompts are multiplied
+        with."""
+        self._beside = frozenset(beside)
         self._ops, self._products, self._embeddings = ops, products, embeddings
         if latents is not None:
             self.latents = AdaptedLatentOps(ops.latents, latents, self.rows)
@@ -77,7 +82,10 @@ class AdaptedOps:
         """The base model's product, and those of the rows' adapters."""
         product = self._ops.linear(x, packed)
         added = self._products.get(id(packed))
-        if added is not None and self.batch is not None and (rows := self.batch.of(len(x))).spans:
+        if added is None or self.batch is None:
+            return product
+        rows = self.batch.beside if id(packed) in self._beside else self.batch.of(len(x))
+        if rows is not None and rows.spans:
             added.add(product, x, rows)
         return product
 

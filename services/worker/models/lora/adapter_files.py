@@ -191,9 +191,10 @@ def _named_modules(path: Path, file: Any, modules: NamedModules) -> _Halves:
     head = modules.products.get(HEAD)
     for name in file.keys():  # noqa: SIM118 - no mapping
         match = _ANY_NAME.fullmatch(name)
-        if match is not None and (match[1] in modules.products or modules.is_elsewhere(match[1])):
-            found.setdefault((0, match[1]), {})[match[2]] = name
-        elif "lora_" not in name and modules.is_elsewhere(name.removeprefix(_BASE)):
+        module = modules.own_name(name.removeprefix(_BASE) if match is None else match[1])
+        if match is not None and (module in modules.products or modules.is_elsewhere(module)):
+            found.setdefault((0, module), {})[match[2]] = name
+        elif "lora_" not in name and modules.is_elsewhere(module):
             continue  # beside an adapter of the head, too
         elif head is None or "lora_" in name or file.get_slice(name).get_shape() != [head.outputs, head.inputs]:
             # Beside an adapter of the head PEFT writes what the model has as head and embedding.

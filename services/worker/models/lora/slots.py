@@ -128,9 +128,15 @@ class LoraSlots:
             card = self._cards[adapter.name] = LoraCard(name=adapter.name, id=adapter.id, rank=adapter.rank)
             return card
 
-    def batch(self, numbers: NDArray[np.int32], logits_rows: NDArray[np.int32]) -> LoraBatch | None:
+    def batch(
+        self,
+        numbers: NDArray[np.int32],
+        logits_rows: NDArray[np.int32],
+        beside: NDArray[np.int32] | None = None,
+    ) -> LoraBatch | None:
         """Whose adapters the rows of a step have, all of them on the device then. `numbers` [n]: of each row's adapter,
-        NO_ADAPTER for the base model; `logits_rows` [R]. None where no row has one.
+        NO_ADAPTER for the base model; `logits_rows` [R]; `beside` [k]: as `numbers`, of the rows beside prompts that it
+        reads, which belong to the same sequences. None where no row has one.
 
         Raises ValueError where they are more than fit on the device."""
         wanted = [int(number) for number in np.unique(numbers) if number != NO_ADAPTER]
@@ -144,7 +150,8 @@ class LoraSlots:
         for number in wanted:
             if number not in self._slots:
                 self._load(number, wanted)
-        return LoraBatch(self._rows(numbers), self._rows(numbers[logits_rows]))
+        read = None if beside is None or not len(beside) else self._rows(beside)
+        return LoraBatch(self._rows(numbers), self._rows(numbers[logits_rows]), read)
 
     def in_one_call(self, numbers: NDArray[np.int32]) -> bool:
         """Whether decodes of sequences with these adapters ([W], as `batch` has them) are one call of the native

@@ -11,19 +11,51 @@ from typing import Any
 
 from torch import Tensor
 
+from services.worker.kv.copier import RankKvCache
+from services.worker.kv.state_pages import RankCheckpoints
 from services.worker.models.fallback.attention import AttentionLayers, PagedLayers, answered_by
+from services.worker.models.fallback.library_decoder import LibraryDecoder
 from services.worker.models.fallback.library_encoder_decoder import LibraryEncoderDecoder
-from services.worker.models.weights import KvCaches
+from services.worker.models.weights import KvCaches, NamedModules
 from services.worker.ops.interface import BatchMeta, InputRows
+
+_OF_ROWS = (".cross_attn.k_proj", ".cross_attn.v_proj")
+_OUTER_NAMES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+"""What names begin with in a model with its tower, by any release of `transformers`, and here, where there is none."""
+
+
+def text_model_name(name: str) -> str:
+    """Of a module or tensor in the language model."""
+    outer, own = next((each for each in _OUTER_NAMES if name.startswith(each[0])), ("", ""))
+    return own + name.removeprefix(outer)
 
 
 class LibraryImageDecoder(LibraryEncoderDecoder):
     """See `LibraryEncoderDecoder`; of a model whose layers attend either to tokens or to images."""
 
+    def share_kv(self, caches: KvCaches, model: str, checkpoints: RankCheckpoints | None = None) -> RankKvCache | None:
+        """Of tokens: whoever has a request's rows makes keys and values of them again."""
+        own = [cache for cache, call in zip(caches, self._calls, strict=True) if not call.cross]
+        return LibraryDecoder.share_kv(self, own, model, checkpoints)
+
+    def named_modules(self) -> NamedModules:
+        """See `LibraryDecoder.named_modules`; keys and values of images are made of their rows."""
+        of_rows = frozenset(each for each in self._named if each.endswith(_OF_ROWS))
+        return super().named_modules()._replace(beside=of_rows, rename=text_model_name)
+
+    @property
+    def _ends_across(self) -> bool:
+        """Whether the pass of a stage ends behind a layer for images, which so has to be passed."""
+        return hasattr(self._passing.last, "cross_attn")
+
     def _paged_layers(self, meta: BatchMeta, caches: KvCaches) -> PagedLayers:
         """Of a step that neither sees nor writes rows of images, without the layers for these: the pass leaves them
         out, too."""
-        if not _leaves_out(meta):
+        if not self._leaves_out(meta):
             return super()._paged_layers(meta, caches)
         own = [number for number, call in enumerate(self._calls) if not call.cross]
         calls, heads = tuple(self._calls[number] for number in own), tuple(self._heads[number] for number in own)
@@ -39,12 +71,14 @@ class LibraryImageDecoder(LibraryEncoderDecoder):
     ) -> Tensor:
         """The library's pass: [1, R, vocab]."""
         beside: dict[str, Any] = {}
-        if not isinstance(layers, PagedLayers) or not _leaves_out(layers.meta):
+        if not isinstance(layers, PagedLayers):
             beside["cross_attention_states"] = self._written(layers)
-            encoded = layers.meta.encoded if isinstance(layers, PagedLayers) else None
-            if encoded is not None and encoded.heard is not None:
-                seeing = encoded.heard.view(1, 1, -1, 1).to(beside["cross_attention_states"].dtype)
-                beside["full_text_row_masked_out_mask"] = seeing
+        elif not self._leaves_out(layers.meta):
+            rows, encoded = self._written(layers), layers.meta.encoded
+            heard = ids.new_zeros(len(ids)) if encoded is None else encoded.heard
+            beside["cross_attention_states"] = rows
+            if heard is not None:
+                beside["full_text_row_masked_out_mask"] = heard.view(1, 1, -1, 1).to(rows.dtype)
         with answered_by(layers):
             logits: Tensor = self._model(
                 input_ids=ids.long().unsqueeze(0),
@@ -55,10 +89,9 @@ class LibraryImageDecoder(LibraryEncoderDecoder):
             ).logits
         return logits
 
-
-def _leaves_out(meta: BatchMeta) -> bool:
-    """Whether no row of the step sees an image, and none is written."""
-    encoded = meta.encoded
-    if encoded is None:
-        return True
-    return encoded.values is None and encoded.heard is not None and not bool(encoded.heard.any())
+    def _leaves_out(self, meta: BatchMeta) -> bool:
+        """Whether no row of the step sees an image, and none is written."""
+        encoded = meta.encoded
+        if self._ends_across or encoded is None:
+            return not self._ends_across
+        return encoded.values is None and encoded.heard is not None and not bool(encoded.heard.any())

@@ -180,19 +180,15 @@ def test_a_model_that_an_encoder_reads_for_has_no_pools_ranks_and_stages(
             described(tmp_path, models=models, **typed)
 
 
-def test_a_model_whose_images_stand_beside_prompts_has_neither_pools_nor_a_store_but_for_texts(tmp_path: Path) -> None:
+def test_a_model_whose_images_stand_beside_prompts_has_pools_ranks_and_a_store(tmp_path: Path) -> None:
     model = (str(tmp_path),)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MllamaForConditionalGeneration"]}))
     seeing = described(tmp_path, models=model, kvstore_memory=None, device="cpu")
-    assert (seeing.counts.encoder, seeing.counts.kvstore, seeing.counts.hands_over) == (1, 0, False)
-    for typed, named in (
-        ({"prefill": 1, "decode": 1}, "--prefill: an encoder reads the images of .*--language-model-only"),
-        ({"tp": 2}, "--tp, .*: an encoder reads the images"),
-        ({"pp": 2}, "--pp: an encoder reads the images"),
-        ({"kvstore_memory": "32MiB"}, "--kvstore-memory: .* use no KV store"),
-    ):
-        with pytest.raises(CommandError, match=named):
-            described(tmp_path, models=model, device="cpu", **typed)
+    assert (seeing.counts.encoder, seeing.counts.kvstore, seeing.counts.hands_over) == (1, 1, True)
+    pools = described(tmp_path, models=model, kvstore_memory=None, prefill=1, decode=1, tp=2, pp=2, device="cpu")
+    assert (pools.counts.encoder, pools.counts.prefill, pools.counts.stages) == (1, 1, 2)
+    with pytest.raises(CommandError, match=r"--prefill-context-parallel-size: .*--language-model-only"):
+        described(tmp_path, models=model, device="cpu", prefill_context_parallel_size=2)
     texts = described(tmp_path, models=model, kvstore_memory=None, tp=2, language_model_only=True, device="cpu")
     assert (texts.counts.encoder, texts.counts.kvstore, texts.counts.hands_over) == (0, 1, True)
 
