@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.worker.executor.warm_up import warm_up
 from services.worker.models.config import ModelError
 from services.worker.ops.interface import OpsName, OpsUnavailable
 from services.worker.speculation.settings import SpeculationSettings
@@ -24,6 +25,7 @@ from tests.support.worker.plan_driver import Driver
 from tests.support.worker.rank_processes import EngineOfRanks, RankProcesses, Request, rank_processes
 from tests.support.worker.recorded_logits import record_logits
 from tests.support.worker.tiny_backend import tiny_backend
+from tests.unit.worker.executor.test_warm_up import recorded_plans
 
 OUTPUT = 12
 TALL, WIDE, SMALL = picture(0, (30, 100)), picture(1, (60, 25)), picture(2, (20, 20))
@@ -48,7 +50,8 @@ def test_images_are_seen_by_the_tokens_behind_them(
     except OpsUnavailable as reason:
         pytest.skip(str(reason))
     assert backend.card.images == 64
-    assert (images := backend.card.cross_images) is not None
+    images = backend.card.cross_images
+    assert images is not None
     assert (images.row_size, images.rows) == (64, 4 * 4 * TILE_ROWS)
     driver = Driver(backend, budget=9)
     sequences = []
@@ -83,6 +86,11 @@ def test_images_are_seen_by_the_tokens_behind_them(
     other = driver.add(ids, OUTPUT, prompt_embeds=model.beside(CHATS[3].messages, [TALL])[1])
     driver.run()
     assert other.output != expected[3], "an image that nobody sees would agree, too"
+    backend.reset()
+    plans = recorded_plans(backend, monkeypatch)
+    warm_up(backend, rows=24, sequences=3, beside=images.rows + 20)
+    tried = [each.prompt_embeds.count for plan in plans for each in plan.new if each.prompt_embeds]
+    assert tried == [images.rows, 20], "what sizes memory has as many rows as a step may bring"
 
 
 @pytest.fixture(scope="module")
