@@ -22,6 +22,9 @@ from shared.models.audio_models import SAMPLE_BYTES, read_audio_model
 FRAMES_OF_A_ROW = 2
 """Of a mel spectrogram: its encoder's second convolution takes every other one."""
 
+_EXTRACTORS = {"gemma4": "Gemma4AudioFeatureExtractor", "gemma4_unified": "Gemma4UnifiedAudioFeatureExtractor"}
+"""By `model_type`, the library's classes of those that have one of their own."""
+
 
 class Samples(Struct, frozen=True):
     """A window of a sound: float32, little-endian, of one channel and the model's rate."""
@@ -108,9 +111,9 @@ def check_a_sound(folder: Path, encode: Callable[[Samples], PromptEmbeds], rate:
 
 def read_extractor(folder: Path) -> tuple[Any, Any]:
     """The model's configuration, and what makes mel spectrograms for it. Raises TowerUnusable."""
-    from transformers import AutoConfig, Gemma4AudioFeatureExtractor, WhisperFeatureExtractor
+    import transformers
 
     with refusing(folder):
-        config = AutoConfig.from_pretrained(folder)
-        extractors: Any = Gemma4AudioFeatureExtractor if config.model_type == "gemma4" else WhisperFeatureExtractor
+        config = transformers.AutoConfig.from_pretrained(folder)
+        extractors: Any = getattr(transformers, _EXTRACTORS.get(config.model_type, "WhisperFeatureExtractor"))
         return config, extractors.from_pretrained(folder)

@@ -117,7 +117,7 @@ class OmniTower(ImageTower):
         self._rate, self._kind = sounds.sample_rate, config.model_type
         self._around: tuple[int, ...] = ()
         """The tokens that stand before and behind a sound's rows, where the template does not write them."""
-        if self._kind == "gemma4":
+        if self._kind.startswith("gemma4"):
             self._around = (config.boa_token_id, getattr(config, "eoa_token_id", None) or config.eoa_token_index)
         super().__init__(folder, dtype, max_pixels)
         check_a_sound(folder, self.encode, self._rate)
@@ -148,7 +148,7 @@ class OmniTower(ImageTower):
             [samples], sampling_rate=self._rate, return_attention_mask=True, return_tensors="pt", **padded
         )
         features, encode = made.input_features.to(DTYPES[self.dtype]), self._model.get_audio_features
-        if self._kind == "gemma4":
+        if self._kind.startswith("gemma4"):
             heard = encode(features, made.input_features_mask)
             own: Tensor = heard.pooler_output[heard.attention_mask]
             return own

@@ -58,7 +58,7 @@ _SIZES = {
     QWEN2_AUDIO: 4096,
     **dict.fromkeys(QWEN2_5_OMNI, 3584),
     **dict.fromkeys(QWEN3_OMNI, 2048),
-    GEMMA4: 2304,
+    **dict.fromkeys(GEMMA4, 2304),
     VOXTRAL: 4096,
     QWEN3_ASR: 4096,
     AUDIO_FLAMINGO3: 4096,
@@ -181,7 +181,7 @@ def read_sound_model(folder: Path) -> SoundModel | None:
     """The same of the sounds that its chats may have; None where there are none."""
     raw = known_config(folder, _RawSoundModel)
     named = None if raw is None else next((each for each in raw.architectures if each in _SIZES), None)
-    if raw is None or named is None or (named == GEMMA4 and raw.audio_config is None):
+    if raw is None or named is None or (named in GEMMA4 and raw.audio_config is None):
         return None
     features = known_processor(folder, "feature_extractor", _RawFeatures) or _RawFeatures()
     processor = known_json(folder / "processor_config.json", _RawSoundProcessor) or _RawSoundProcessor()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Raw, Struct, field, structs
+from msgspec import UNSET, Raw, Struct, UnsetType, field, structs
 
 from shared.messages.generation import MAX_MEDIA_BYTES
 from shared.messages.model_card import CrossImageModel
@@ -36,7 +36,8 @@ LIGHTON_OCR, QIANFAN_OCR = "LightOnOcrForConditionalGeneration", "QianfanOCRForC
 DEEPSEEK_OCR2, VIDEO_LLAMA3 = "DeepseekOcr2ForConditionalGeneration", "VideoLlama3ForConditionalGeneration"
 MINICPM_V = "MiniCPMV4_6ForConditionalGeneration"
 LLAMA4 = "Llama4ForConditionalGeneration"
-GEMMA4 = "Gemma4ForConditionalGeneration"
+GEMMA4 = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
+"""With a tower, and without one (12B)."""
 AYA_VISION = "AyaVisionForConditionalGeneration"
 COHERE2_VISION = "Cohere2VisionForConditionalGeneration"
 INTERNVL = "InternVLForConditionalGeneration"
@@ -109,7 +110,7 @@ MLLAMA = "MllamaForConditionalGeneration"
 NESTING_ARCHITECTURES = (*IMAGE_ARCHITECTURES, MLLAMA)
 """Those whose configuration has that of a language model in it which Baton's own code computes; of the last one where
 it is served for texts alone."""
-LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, GEMMA4, AYA_VISION, COHERE2_VISION, ARIA, EXAONE_4_5, MLLAMA)
+LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, *GEMMA4, AYA_VISION, COHERE2_VISION, ARIA, EXAONE_4_5, MLLAMA)
 """The same of those whose language model `transformers` computes; of the last one where it is served with images."""
 
 DEFAULT_IMAGE_TOKENS = {
@@ -173,7 +174,7 @@ class ImageModel(Struct, frozen=True):
 
 
 class _RawLanguageModel(Struct):
-    use_bidirectional_attention: str | bool | None = None
+    use_bidirectional_attention: str | bool | UnsetType | None = UNSET
 
 
 class _RawImageModel(Struct):
@@ -263,16 +264,17 @@ def read_image_model(folder: Path) -> ImageModel | None:
     raw = known_config(folder, _RawImageModel)
     if raw is None or not any(map(SERVED_WITH_MEDIA.__contains__, raw.architectures)):
         return None
-    said = (raw.image_token_index, raw.image_token_id, raw.media_placeholder_token_id)
-    token = next((each for each in said if each is not None), None)
+    tokens = (raw.image_token_index, raw.image_token_id, raw.media_placeholder_token_id)
+    token = next((each for each in tokens if each is not None), None)
     if GEMMA in raw.architectures:
         return ImageModel(
             262_144 if token is None else token, frame=(raw.boi_token_index, raw.eoi_token_index), mutual=True
         )
     if LLAMA4 in raw.architectures:
         return ImageModel(200_092 if token is None else token, shown="<|image|>", by_library=True)
-    if GEMMA4 in raw.architectures:
-        mutual = raw.text_config.use_bidirectional_attention == "vision"
+    if any(each in raw.architectures for each in GEMMA4):
+        said = raw.text_config.use_bidirectional_attention
+        mutual = said == "vision" or (said is UNSET and GEMMA4[1] in raw.architectures)
         return ImageModel(
             258_880 if token is None else token,
             mutual=mutual,

@@ -133,7 +133,7 @@ def read_video_model(folder: Path) -> VideoModel | None:
     if LLAVA_ONEVISION in named:
         most = _bounded(processor.num_frames or _SHARES)
         return VideoModel(max_frames=most, sampling="shares", together=1, closed=True)
-    if GEMMA4 in named:
+    if _is(named, GEMMA4):
         most = _bounded(processor.num_frames or _SHARES)
         return VideoModel(max_frames=most, sampling="shares", together=1, timed=True, stamp="first")
     if _is(named, _FEW_FRAMES):
@@ -180,7 +180,7 @@ def read_video_tokens(folder: Path) -> VideoTokens | None:
         default, frame = _VIDEOS[next(each for each in named if each in _VIDEOS)]
         video = _said(raw.video_token_id, _said(raw.video_token_index, default))
         return VideoTokens(video, video, None, None, frame)
-    if GEMMA4 in named:
+    if _is(named, GEMMA4):
         video = _said(raw.video_token_id, 258_884)
         return VideoTokens(video, video, raw.boi_token_id, raw.eoi_token_id, _GEMMA_FRAME)
     default = _said(raw.video_token_index, 151_656 if _is(named, QWEN_OMNI) else 151_647)
@@ -211,7 +211,7 @@ def _read_model(folder: Path) -> _RawModel | None:
     raw = known_config(folder, _RawModel)
     if raw is None:
         return None
-    if _is(raw.architectures, (*_GLM, LLAVA_ONEVISION, GEMMA4, *QWEN_OMNI, *_VIDEOS, INTERNVL)):
+    if _is(raw.architectures, (*_GLM, LLAVA_ONEVISION, *GEMMA4, *QWEN_OMNI, *_VIDEOS, INTERNVL)):
         return raw
     return raw if _is(raw.architectures, (_QWEN2, _QWEN2_5, *_QWEN3)) and raw.video_token_id is not None else None
 

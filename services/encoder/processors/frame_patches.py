@@ -113,7 +113,7 @@ class SoftFrames:
     @staticmethod
     def of_model(folder: Path, config: Any, processor: Any, max_rows: int) -> SoftFrames | None:
         """None for a model of another kind."""
-        if config.model_type != "gemma4":
+        if config.model_type not in ("gemma4", "gemma4_unified"):
             return None
         said = known_processor(folder, "video_processor", _RawSoftFrames) or _RawSoftFrames()
         own = _of_frames(folder, processor)

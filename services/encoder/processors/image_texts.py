@@ -286,6 +286,7 @@ TEXTS: dict[str, Callable[[Any, NameOf], ImageText]] = {
     "internvl": InternText,
     "llama4": LlamaText,
     "gemma4": Gemma4Text,
+    "gemma4_unified": Gemma4Text,
     "aya_vision": AyaText,
     "cohere2_vision": CommandText,
     "ovis2": OvisText,

@@ -11,6 +11,7 @@ from services.encoder.processors.merged_patches import minimax_processor
 from services.encoder.processors.patch_processor import PatchProcessor
 from services.encoder.processors.ratio_processor import RatioProcessor
 from services.encoder.processors.tile_processor import TileProcessor
+from services.encoder.processors.unified_patches import unified_processor
 
 OWN_PROCESSORS: dict[str, Callable[[Path], Any]] = {
     "llama4": TileProcessor,
@@ -18,5 +19,6 @@ OWN_PROCESSORS: dict[str, Callable[[Path], Any]] = {
     "kimi_k25": PatchProcessor,
     "lfm2_vl": RatioProcessor,
     "minimax_m3_vl": minimax_processor,
+    "gemma4_unified": unified_processor,
 }
 """By `model_type`. Each is called with an image and returns what the library's would, by the same names."""

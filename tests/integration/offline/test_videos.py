@@ -10,7 +10,7 @@ from services.offline.errors import InvalidRequest
 from services.offline.llm import LLM
 from services.offline.requests import SamplingParams
 from tests.support.models.image_kinds import IMAGE_KINDS
-from tests.support.models.tiny_gemma4 import make_gemma4_model
+from tests.support.models.tiny_gemma4 import Gemma4Kind, make_gemma4_model
 from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import ImageModel, image_part, picture, text_part
 from tests.support.models.tiny_onevision import make_onevision_model
@@ -30,7 +30,8 @@ def make_model(folder: Path, kind: str) -> ImageModel:
     if kind == "onevision":
         return make_onevision_model(folder)
     if kind.startswith("gemma4"):
-        return make_gemma4_model(folder, "large" if kind == "gemma4-large" else "small")
+        sizes: dict[str, Gemma4Kind] = {"gemma4-large": "large", "gemma4-unified": "unified"}
+        return make_gemma4_model(folder, sizes.get(kind, "small"))
     if kind == "internvl":
         return make_tile_model(folder, kind)
     if kind in IMAGE_KINDS:
@@ -52,6 +53,7 @@ def make_model(folder: Path, kind: str) -> ImageModel:
         "onevision",
         "gemma4",
         "gemma4-large",
+        "gemma4-unified",
         "internvl",
         "llava-next-video",
         "exaone4.5",

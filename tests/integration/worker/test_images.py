@@ -185,8 +185,9 @@ def check_images_before_states(model: ImageModel, ops: OpsName) -> None:
         (make_gemma_model, 25, "native"),
         (partial(make_gemma4_model, kind="large"), 90, "torch"),
         (partial(make_gemma4_model, kind="large"), 90, "native"),
+        pytest.param(partial(make_gemma4_model, kind="unified"), 90, "native", marks=pytest.mark.extras),
     ],
-    ids=["gemma3-torch", "gemma3-native", "gemma4-torch", "gemma4-native"],
+    ids=["gemma3-torch", "gemma3-native", "gemma4-torch", "gemma4-native", "unified-native"],
 )
 def test_images_whose_tokens_see_each_other_are_never_cut(
     tmp_path: Path,

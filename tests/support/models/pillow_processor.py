@@ -14,10 +14,11 @@ from transformers.image_processing_backends import TorchvisionBackend
 from tests.support.models.torchvision_stub import import_without_torchvision
 
 
-def pillow_processor(module: str, name: str, **settings: Any) -> Any:
-    """The processor `name` of `module` of `transformers.models`, with `settings`."""
+def pillow_processor(module: str, name: str, *scaling: type, **settings: Any) -> Any:
+    """The processor `name` of `module` of `transformers.models`, with `settings`. `scaling`: has methods that stand
+    before the processor's own."""
     own = getattr(import_without_torchvision(f"transformers.models.{module}"), name)
-    return type(name, (own, _PILLOW), {})(**settings)
+    return type(name, (*scaling, own, _PILLOW), {})(**settings)
 
 
 def _resize(self: Any, image: Tensor, size: Any, resample: Any = None, **more: Any) -> Tensor:

@@ -19,18 +19,24 @@ from transformers import (
     Gemma4ForConditionalGeneration,
     Gemma4ImageProcessorPil,
     Gemma4Processor,
+    Gemma4UnifiedAudioFeatureExtractor,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
+    Gemma4UnifiedProcessor,
     ProcessorMixin,
 )
 from transformers.video_utils import VideoMetadata
 
 from tests.support.models.library_models import ARCHITECTURES
+from tests.support.models.pillow_processor import pillow_processor
 from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_qwen_audio import Sound
 from tests.support.models.torchvision_stub import import_without_torchvision
 from tests.support.paths import DEMO_MODEL
 
-Gemma4Kind = Literal["small", "large"]
-"""small: layers read of a token more than its embedding. large: an image's tokens see each other, before experts."""
+Gemma4Kind = Literal["small", "large", "unified"]
+"""small: layers read of a token more than its embedding. large: an image's tokens see each other, before experts.
+unified: the same without experts and towers."""
 PATCH, POOLED, MOST, FRAMES = 4, 2, 70, 2
 """Pixels of a patch, patches of a row on each side, rows of an image or a frame at most, and frames of a video."""
 MARKS = {
@@ -77,6 +83,18 @@ _EAR: dict[str, Any] = {
 }
 
 
+_UNIFIED_EYE: dict[str, Any] = {
+    "patch_size": PATCH,
+    "pooling_kernel_size": POOLED,
+    "mm_embed_dim": 32,
+    "mm_posemb_size": 512,
+    "output_proj_dims": 32,
+    "initializer_range": 0.2,
+}
+_NOT_UNIFIED = ("vocab_size_per_layer_input", "hidden_size_per_layer_input", "enable_moe_block", "num_experts")
+_EXPERTS = ("top_k_experts", "moe_intermediate_size")
+
+
 class _Processor(Gemma4Processor):
     """Without the processors of videos, which asks for torchvision, and of sounds."""
 
@@ -88,31 +106,64 @@ class _Processor(Gemma4Processor):
         self.video_token, self.video_token_id = VIDEO, tokenizer.convert_tokens_to_ids(VIDEO)
 
 
+class _UnifiedProcessor(_Processor):
+    """Of sounds, a token for each piece."""
+
+    replace_audio_token = Gemma4UnifiedProcessor.replace_audio_token
+
+
+class _Scaling:
+    """What the library's processor of images asks torchvision for."""
+
+    def aspect_ratio_preserving_resize(self, image: Tensor, resample: Any, **bounds: int) -> Tensor:
+        """[3, height, width] of bytes."""
+        module = import_without_torchvision("transformers.models.gemma4.video_processing_gemma4")
+        return _scaled(image[None], module, bounds)[0]
+
+
+def _unified_images() -> Any:
+    sizes = {"patch_size": PATCH, "pooling_kernel_size": POOLED, "max_soft_tokens": MOST}
+    module = "gemma4_unified.image_processing_gemma4_unified"
+    return pillow_processor(module, "Gemma4UnifiedImageProcessor", _Scaling, **sizes)
+
+
 def make_gemma4_model(folder: Path, kind: Gemma4Kind = "small", seed: int = 0, *, hears: bool = False) -> ImageModel:
     """Writes the model to `folder`, with the demo model's tokenizer. `hears`: it takes sounds, too."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL, extra_special_tokens=MARKS)
     tokenizer.add_special_tokens({"additional_special_tokens": [VIDEO, *([_HEARD] if hears else [])]})
     tokenizer.chat_template = TEMPLATE
-    images = Gemma4ImageProcessorPil(patch_size=PATCH, pooling_kernel_size=POOLED, max_soft_tokens=MOST)
-    processor: Any = _Processor(images, tokenizer, chat_template=TEMPLATE)
+    unified, sizes = kind == "unified", {"patch_size": PATCH, "pooling_kernel_size": POOLED, "max_soft_tokens": MOST}
+    images = _unified_images() if unified else Gemma4ImageProcessorPil(**cast("Any", sizes))
+    processors: Any = _UnifiedProcessor if unified else _Processor
+    processor: Any = processors(images, tokenizer, chat_template=TEMPLATE)
     image, begin, end = tokenizer.convert_tokens_to_ids([MARKS[f"{each}_token"] for each in ("image", "boi", "eoi")])
-    own = ARCHITECTURES["Gemma4Text" if kind == "small" else "Gemma4Text (experts)"]
+    own = dict(ARCHITECTURES["Gemma4Text" if kind == "small" else "Gemma4Text (experts)"])
     words = {"vocab_size": len(tokenizer), "vocab_size_per_layer_input": len(tokenizer), "pad_token_id": 0}
-    config = Gemma4Config(
+    if unified:
+        own["sliding_window"] = MOST
+    for name in (*_NOT_UNIFIED, *_EXPERTS) if unified else ():
+        own.pop(name)
+        words.pop(name, None)
+    configs: Any = Gemma4UnifiedConfig if unified else Gemma4Config
+    heard = {"audio_embed_dim": 640} if unified else _EAR
+    config = configs(
         text_config={**own, **words, "max_position_embeddings": 512, "initializer_range": 0.2},
-        vision_config=_TOWER,
+        vision_config=_UNIFIED_EYE if unified else _TOWER,
         image_token_id=image,
         boi_token_id=begin,
         eoi_token_id=end,
         video_token_id=processor.video_token_id,
         audio_token_id=processor.audio_token_id,
-        audio_config=_EAR if hears else None,
+        audio_config=heard if hears else None,
         boa_token_id=processor.boa_token_id,
         eoa_token_index=processor.eoa_token_id,
     )
     torch.manual_seed(seed)
-    reference: Any = Gemma4ForConditionalGeneration(config).eval()
+    models: Any = Gemma4UnifiedForConditionalGeneration if unified else Gemma4ForConditionalGeneration
+    reference: Any = models(config).eval()
     with torch.no_grad():
+        if unified:
+            reference.model.embed_vision.pos_embedding.normal_()
         for parameter in (each for each in reference.parameters() if each.ndim == 1):
             parameter.add_(torch.randn_like(parameter) * 0.2)
         if hears:
@@ -121,7 +172,7 @@ def make_gemma4_model(folder: Path, kind: Gemma4Kind = "small", seed: int = 0, *
     images.save_pretrained(folder)
     (folder / "video_preprocessor_config.json").write_text(json.dumps({"num_frames": FRAMES, "max_soft_tokens": MOST}))
     if hears:
-        both = {name: json.loads(each.to_json_string()) for name, each in _parts(images).items()}
+        both = {name: json.loads(each.to_json_string()) for name, each in _parts(images, kind).items()}
         (folder / "processor_config.json").write_text(json.dumps(both))
     tokenizer.save_pretrained(folder)
     return ImageModel(folder, reference, processor)
@@ -132,9 +183,9 @@ class GemmaVideos:
 
     model_input_names = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
 
-    def __init__(self, videos: list[tuple[Tensor, tuple[float, ...]]]) -> None:
+    def __init__(self, videos: list[tuple[Tensor, tuple[float, ...]]], *, unified: bool = False) -> None:
         """`videos`: [frames, height, width, 3] those that are looked at, and when each is shown, in seconds."""
-        self._videos = videos
+        self._videos, self._kind = videos, "unified" if unified else ""
 
     def __call__(self, videos: Any, **settings: Any) -> dict[str, Any]:
         """What it makes of them."""
@@ -147,7 +198,11 @@ class GemmaVideos:
         how = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
         unused = {"resample": None, "image_mean": None, "image_std": None}
         given = [frames.permute(0, 3, 1, 2) for frames, _ in self._videos]
-        made = module.Gemma4VideoProcessor._preprocess(own, given, return_tensors="pt", **sizes, **how, **unused)
+        processor = module.Gemma4VideoProcessor
+        if self._kind:
+            name = "transformers.models.gemma4_unified.video_processing_gemma4_unified"
+            processor = import_without_torchvision(name).Gemma4UnifiedVideoProcessor
+        made = processor._preprocess(own, given, return_tensors="pt", **sizes, **how, **unused)
         seen = [VideoMetadata(0, fps=1.0, frames_indices=cast("Any", list(times))) for _, times in self._videos]
         return {**made, "video_metadata": seen}
 
@@ -159,16 +214,21 @@ def _scaled(video: Tensor, module: Any, bounds: dict[str, int]) -> Tensor:
     return torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2)
 
 
-def _parts(images: Any) -> dict[str, Any]:
+def _parts(images: Any, kind: Gemma4Kind) -> dict[str, Any]:
     """What the library saves in one file."""
-    return {"image_processor": images, "feature_extractor": Gemma4AudioFeatureExtractor()}
+    return {"image_processor": images, "feature_extractor": _extractor(kind == "unified")}
+
+
+def _extractor(unified: bool) -> Any:
+    return Gemma4UnifiedAudioFeatureExtractor() if unified else Gemma4AudioFeatureExtractor()
 
 
 def inputs_of_chat(
     model: ImageModel, messages: list[dict[str, Any]], images: list[bytes], sounds: list[Sound]
 ) -> dict[str, Any]:
     """What the model is given of a chat with images and sounds. `messages`: with parts as clients give them."""
-    kinds, extractor = {"image_url": "image", "input_audio": "audio"}, Gemma4AudioFeatureExtractor()
+    kinds = {"image_url": "image", "input_audio": "audio"}
+    extractor = _extractor(isinstance(model.processor, _UnifiedProcessor))
     shown = [
         {**each, "content": [{**part, "type": kinds.get(part["type"], part["type"])} for part in each["content"]]}
         for each in messages

@@ -155,6 +155,7 @@ class VideoReference:
     def __init__(self, model: ImageModel, kind: str) -> None:
         """`kind`: as the model was made, of Qwen's or GLM's, onevision, gemma4, or of `image_kinds`."""
         self._model, self._second = model, kind == "qwen2.5"
+        self._unified = kind == "gemma4-unified"
         self._timed = not kind.startswith(("qwen2", "exaone"))
         self._square, self._cropped = kind in ("onevision", "internvl"), kind == "llava-next-video"
         self._qwen, self._glm, self._gemma = (kind.startswith(each) for each in ("qwen", "glm", "gemma4"))
@@ -208,7 +209,7 @@ class VideoReference:
     def _processed(self, processor: Any, text: str, images: list[bytes], made: list[_Prepared]) -> dict[str, Any]:
         """By the library's processor of chats, given what that of videos would make."""
         seen = [(each.patches, each.shape.times) for each in made]
-        processor.video_processor = GemmaVideos(seen) if self._gemma else _VideoProcessor(made)
+        processor.video_processor = GemmaVideos(seen, unified=self._unified) if self._gemma else _VideoProcessor(made)
         loaded: Any = [Image.open(io.BytesIO(each)).convert("RGB") for each in images]
         inputs = processor(
             text=text,

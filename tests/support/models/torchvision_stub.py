@@ -12,11 +12,11 @@ _NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", 
 
 
 def import_without_torchvision(name: str) -> Any:
-    """The module `name`, whose functions of torchvision's are None."""
+    """The module `name`, which finds no function of torchvision."""
     before = {each: sys.modules.get(each) for each in _NAMES}
     for each in _NAMES:
         module = ModuleType(each)
-        module.functional = None  # type: ignore[attr-defined]
+        module.functional = SimpleNamespace(InterpolationMode=None)  # type: ignore[attr-defined]
         sys.modules[each] = module
     vars(builtins)["tvF"] = SimpleNamespace(InterpolationMode=None)  # of annotations, where nothing was imported so
     try:

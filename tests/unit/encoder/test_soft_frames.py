@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma4Config, Gemma4ImageProcessorPil
+from transformers import Gemma4Config, Gemma4ImageProcessorPil, Gemma4UnifiedConfig
 
 from services.encoder.image_decoder import DecodedFrames
 from services.encoder.processors.frame_patches import SoftFrames
+from services.encoder.tower import ImageTower, TowerUnusable
 from shared.messages.encoder import FrameGroup
-from tests.support.models.tiny_gemma4 import MOST, PATCH, POOLED, GemmaVideos
+from shared.models.image_models import read_image_model
+from tests.support.models.tiny_gemma4 import MOST, PATCH, POOLED, GemmaVideos, make_gemma4_model
 from tests.support.models.tiny_videos import noise
 
 IMAGES = Gemma4ImageProcessorPil(patch_size=PATCH, pooling_kernel_size=POOLED, max_soft_tokens=280)
@@ -45,3 +47,23 @@ def test_a_file_may_say_more_rows_than_a_prompt_has_room_for(tmp_path: Path) -> 
     )
     with pytest.raises(ValueError, match="8 frames are not allowed; a prompt has room for 1119 rows"):
         soft_frames(tmp_path, 8 * 140 - 1, max_soft_tokens=140).prepared(frame)
+
+
+def test_images_of_the_kind_without_a_tower_have_no_more_rows_than_its_window(tmp_path: Path) -> None:
+    """Which the library's mask would let see each other."""
+    make_gemma4_model(tmp_path, "unified")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["sliding_window"] = MOST - 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TowerUnusable, match=rf"max_soft_tokens {MOST} is not allowed; a window .* has {MOST - 1}"):
+        ImageTower(tmp_path)
+
+
+def test_tokens_of_images_of_the_kind_without_a_tower_see_each_other_where_no_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for text, mutual in ((None, True), ({"use_bidirectional_attention": None}, False)):
+        said = {} if text is None else {"text_config": text}
+        path.write_text(json.dumps({"architectures": ["Gemma4UnifiedForConditionalGeneration"], **said}))
+        images = read_image_model(tmp_path)
+        assert images is not None
+        assert (images.token_id, images.mutual) == (Gemma4UnifiedConfig().image_token_id, mutual)

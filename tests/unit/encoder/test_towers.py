@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from services.encoder.image_process import DecodedImage, DecodingRequest, decode
 from services.encoder.tower import ImageTower
 from shared.messages.generation import PromptEmbeds
 from tests.support.models.image_kinds import IMAGE_KINDS
+from tests.support.models.tiny_gemma4 import make_gemma4_model
 from tests.support.models.tiny_images import ImageModel, picture
 
 OF_ONE_SIZE = ("deepseek", "deepseek-hybrid", "deepseek-ocr2", "vip-llava", "got-ocr2", "idefics2", "aria")
@@ -18,10 +20,13 @@ OF_ONE_SIZE = ("deepseek", "deepseek-hybrid", "deepseek-ocr2", "vip-llava", "got
 SIZES = ((150, 40), (40, 160), (20, 9), (28, 28), (500, 300), (7, 200))
 
 
-@pytest.mark.parametrize("kind", [each for each in IMAGE_KINDS if each not in ("ministral3", "mistral4")])
+MAKERS = {**IMAGE_KINDS, "gemma4-unified": partial(make_gemma4_model, kind="unified")}
+
+
+@pytest.mark.parametrize("kind", [each for each in MAKERS if each not in ("ministral3", "mistral4")])
 def test_rows_and_what_is_written_among_them_are_the_librarys(kind: str, tmp_path: Path) -> None:
     """But for those whose tower is Mistral 3's, by the same names."""
-    model = IMAGE_KINDS[kind](tmp_path)
+    model = MAKERS[kind](tmp_path)
     tower, counts = ImageTower(model.path), set[int]()
     close = {"rtol": 1e-4, "atol": 1e-4} if kind == "minimax-m3" else {}  # the library divides by 255 elsewhere
     for number, size in enumerate(each for each in SIZES if kind != "mistral-large-4" or max(each) > 28):

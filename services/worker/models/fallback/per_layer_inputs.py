@@ -10,8 +10,9 @@ from services.worker.ops.interface import InputRows
 
 
 def of_gemma4(model: nn.Module) -> bool:
-    """Whether images' tokens see each other in layers with a window alone."""
-    return str(getattr(getattr(model, "config", None), "model_type", "")).startswith("gemma4")
+    """Whether images' tokens see each other in layers with a window alone. Those of the kind without towers do in every
+    layer, as the library's pass has it."""
+    return getattr(getattr(model, "config", None), "model_type", "") in ("gemma4", "gemma4_text")
 
 
 class PerLayerInputs:
