@@ -72,6 +72,7 @@ ARCHITECTURES = (
     Architecture("Nemotron-H MoE", True, "nemotron-h-moe"),
     Architecture("Falcon-H1", True, "falcon-h1"),
     Architecture("Zamba2", True, "zamba2"),
+    Architecture("RecurrentGemma", True, "recurrent-gemma"),
     Architecture("LFM2", True, "lfm2"),
     Architecture("LFM2-MoE", True, "lfm2-moe"),
     Architecture("LFM3", True, "lfm3"),

@@ -22,6 +22,7 @@ from services.worker.models.hf_layers.lightning import LightningConfig as Lightn
 from services.worker.models.hf_layers.mamba import MambaConfig as MambaConfig
 from services.worker.models.hf_layers.mamba import Multipliers as Multipliers
 from services.worker.models.hf_layers.mixture import Mixture as Mixture
+from services.worker.models.hf_layers.selective import RecurrentConfig as RecurrentConfig
 from services.worker.models.hf_layers.selective import SelectiveConfig as SelectiveConfig
 from services.worker.models.hf_layers.shared import SharedBlocks as SharedBlocks
 from services.worker.models.rope import Rope
@@ -29,7 +30,7 @@ from services.worker.ops.activation import Activation, ActivationName, LimitedAc
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
-StateConfig = MambaConfig | DeltaConfig | ConvolutionConfig | SelectiveConfig | LightningConfig
+StateConfig = MambaConfig | DeltaConfig | ConvolutionConfig | SelectiveConfig | LightningConfig | RecurrentConfig
 """The mixers that keep a state of a sequence."""
 
 

@@ -25,9 +25,10 @@ from services.worker.models.weights import (
     LinearMlp,
     MixtureMlp,
     Mlp,
+    RecurrentWeights,
     SelectiveWeights,
 )
-from services.worker.ops.interface import BatchMeta, Ops, PackedLinear
+from services.worker.ops.interface import BatchMeta, Ops, PackedLinear, RecurrentUnit
 from services.worker.ops.low_rank import LowRankProducts
 from services.worker.ops.native import library
 from services.worker.ops.native.kernels import PackedMatrix, address_of, batch_of, native_activation, zeroed
@@ -65,6 +66,7 @@ class NativeAdapters:
         matrices: list[PackedLinear | None] = []
         for layer in weights.layers:
             between = layer.selective
+            assert not isinstance(between, RecurrentWeights), "which no call of the library knows"
             steps, made = (layer.steps, None) if between is None else (between.steps, between.made)
             of_layer = [layer.qkv, steps, made, layer.gate, layer.output, *_mlp_matrices(layer.mlp)]
             assert len(of_layer) == library.ADAPTED_OF_LAYER
@@ -307,10 +309,10 @@ def native_decoder(
     config: ModelConfig, weights: DecoderWeights, ops: Ops, eagle: EagleProjection | Eagle3Inputs | None = None
 ) -> NativeDecoder | None:
     """The whole forward pass in C++ where `ops` are the native ones; None elsewhere, and for a share of the experts,
-    attention and mixers that the library does not know, sparse attention, gates of elements of latent attention,
-    drafters' layers with that, post norms among multipliers, layers that norm what they give alone, layer norms, shared
-    blocks, rows that skip layers or go through them again, parts of images' rows that join elsewhere than behind the
-    first layers.
+    attention and mixers that the library does not know, recurrent units, sparse attention, gates of elements of latent
+    attention, drafters' layers with that, post norms among multipliers, layers that norm what they give alone, layer
+    norms, shared blocks, rows that skip layers or go through them again, parts of images' rows that join elsewhere than
+    behind the first layers.
 
     For a rank that computes alone: between the operations of several, tensors are exchanged."""
     if not isinstance(ops, NativeOps):
@@ -319,7 +321,8 @@ def native_decoder(
         return None
     if config.latent is not None and (config.latent.index is not None or config.latent.gates == "elements"):
         return None
-    if any(layer.mixer is not None and described_mixer(layer.mixer) is None for layer in weights.layers):
+    mixers = [layer.mixer for layer in weights.layers if layer.mixer is not None]
+    if any(isinstance(each, RecurrentUnit) or described_mixer(each) is None for each in mixers):
         return None
     if config.level_layers or (config.multipliers is not None and config.post_norms):
         return None
@@ -367,7 +370,8 @@ def _states(layer: LayerWeights) -> library.DecoderStates | None:
     mixer = None if layer.mixer is None else described_mixer(layer.mixer)
     if mixer is None:
         return None
-    between = None if layer.selective is None else ctypes.pointer(_selective(layer.selective))
+    own = layer.selective
+    between = ctypes.pointer(_selective(own)) if isinstance(own, SelectiveWeights) else None
     gates = layer.gates
     made = None if gates is None else library.DecoderGates(_linear(gates.rates), _linear(gates.outputs))
     return library.DecoderStates(

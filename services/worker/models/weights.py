@@ -206,6 +206,15 @@ class SelectiveWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentWeights:
+    """What a recurrent unit has between its convolution and its states, for one rank's C channels."""
+
+    blocks: tuple[PackedLinear, ...]
+    """[2 * C / B, C / B] of each of B blocks of channels: how much of an input is taken, and how fast states are
+    forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
 class LowRankInputs:
     """What the checkpoint adds to products of a row, for one rank's outputs."""
 
@@ -257,7 +266,7 @@ class LayerMixer(NamedTuple):
     latent: LatentWeights | None = None
     mixer: StateMixer | None = None
     steps: PackedLinear | None = None
-    selective: SelectiveWeights | None = None
+    selective: SelectiveWeights | RecurrentWeights | None = None
     gates: LowRankGates | None = None
     gate: PackedLinear | None = None
     split_norm: Tensor | None = None
@@ -292,8 +301,8 @@ class LayerWeights:
     """Layers with states: it is in the place of attention."""
     steps: PackedLinear | None = None
     """The last of what a mixer's rows are projected to, where it is kept in another way; None: it is part of `qkv`."""
-    selective: SelectiveWeights | None = None
-    """Of a Mamba-1 mixer."""
+    selective: SelectiveWeights | RecurrentWeights | None = None
+    """Of a Mamba-1 mixer, or of a recurrent unit."""
     gates: LowRankGates | None = None
     """Of Kimi Delta Attention, whose rows are projected to what its convolution sees, what rates and gates are made of,
     and how much is written."""

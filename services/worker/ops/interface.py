@@ -22,6 +22,7 @@ from services.worker.ops.drafts import DraftAttempt, SlotCopies
 from services.worker.ops.low_rank import LowRankProducts, LowRankShape
 from services.worker.ops.quantized import ExpertBiases, QuantizedWeight, WeightStack
 from services.worker.ops.states.mixers import DeltaNet as DeltaNet
+from services.worker.ops.states.mixers import RecurrentUnit as RecurrentUnit
 from services.worker.ops.states.mixers import SelectiveSpace as SelectiveSpace
 from services.worker.ops.states.mixers import ShortConvolution as ShortConvolution
 from services.worker.ops.states.mixers import StateCache as StateCache
@@ -314,6 +315,11 @@ class StateOps(Protocol):
         A selective space, behind its convolution: projected [n, 3 * C + 2 * N]: gates, inputs x, B, C, time steps. With
         dt = softplus(time step + bias) of each channel: state ← exp(dt * decay) * state + dt * x * B; what it gives is
         state · C + skip * x, times SiLU(gate). `cache.windows` is not looked at.
+
+        A recurrent unit, behind its convolution and its products: projected [n, 3 * C]: how much of an input is taken,
+        how fast states are forgotten, inputs x. With i and r the sigmoids of the first two and a = exp(r * decay):
+        state ← a * state + sqrt(1 - a²) * i * x, which is what it gives; of a sequence's first token i * x.
+        `cache.windows` is not looked at.
         """
 
 

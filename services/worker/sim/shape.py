@@ -17,7 +17,7 @@ from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, QWEN4
 from services.worker.models.hf_layers.latent import RawLatent, read_latent
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
 from services.worker.models.hf_layers.mixture import read_mixture
-from services.worker.models.hf_layers.selective import SELECTIVE_ARCHITECTURES
+from services.worker.models.hf_layers.selective import RECURRENT_GEMMA, SELECTIVE_ARCHITECTURES
 from services.worker.models.hf_layers.tensor_names import OURO
 from services.worker.sim.accelerator import StepCost
 from services.worker.sim.expert_spread import ExpertSpread, exchange
@@ -193,6 +193,7 @@ def _refuse_states(path: Path) -> None:
         (DELTA_ARCHITECTURES, "gated delta nets"),
         ((*CONVOLUTION_ARCHITECTURES, LFM3), "short convolutions"),
         (SELECTIVE_ARCHITECTURES, "selective state-space layers"),
+        ((RECURRENT_GEMMA,), "recurrent units"),
         ((DEEPSEEK_V4,), "compressed keys"),
         ((HY4,), "several streams"),
         (_CHOOSING_BLOCKS, "keys that are chosen by blocks"),

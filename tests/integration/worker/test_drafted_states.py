@@ -51,7 +51,7 @@ def test_what_is_rejected_leaves_nothing_in_the_states(tmp_path: Path, family: s
     model = make_model(family, tmp_path)
     backend = tiny_backend(model.path, dtype="float32", ops=ops, speculation=NGRAM)
     expected, _ = outputs(backend, 0)
-    assert expected == [model.greedy(prompt, OUTPUT) for prompt in PROMPTS]
+    assert expected == [model.greedy(prompt, OUTPUT, said) for prompt, said in zip(PROMPTS, expected, strict=True)]
     plain = states_of(backend)
     oracle = Oracle()
     oracle.known = {tuple(prompt): output[:-1] for prompt, output in zip(PROMPTS, expected, strict=True)}

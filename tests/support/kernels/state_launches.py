@@ -18,6 +18,8 @@ from services.worker.ops.triton.states.chunks import (
 )
 from services.worker.ops.triton.states.convolution import CHANNELS_AT_ONCE, TOKENS_AT_ONCE, convolution_kernel
 from services.worker.ops.triton.states.one_token import elements_at_once, one_token_kernel
+from services.worker.ops.triton.states.recurrent import CHANNELS_OF_PROGRAM as UNITS_OF_PROGRAM
+from services.worker.ops.triton.states.recurrent import recurrent_kernel
 from services.worker.ops.triton.states.selective import (
     BLOCK,
     CHANNELS_OF_PROGRAM,
@@ -36,6 +38,16 @@ def states() -> Iterator[Launch]:
         yield from _selections(channels, rare=channels != 5120)
         yield from _convolutions(channels, 4, gated=False, rare=channels != 5120)
     yield from _convolutions(2048, 3, gated=True, rare=True)
+    yield Launch(
+        "recurrent units 2560",  # RecurrentGemma 2B
+        recurrent_kernel,
+        {"projected": "*bf16", "out": "*bf16", "stride": "i32", "out_stride": "i32"}
+        | dict.fromkeys(("decay", "states"), "*fp32")
+        | _ROWS,
+        {"CHANNELS": 2560, "BLOCK": UNITS_OF_PROGRAM},
+        num_warps=1,
+        rare=True,
+    )
     yield from _chunks(80, 64, 128)
     yield from _chunks(32, 128, 128)
     yield _one_token("Mamba-2", 80, 64, 1, 128, delta=False)

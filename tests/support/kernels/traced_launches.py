@@ -23,7 +23,15 @@ from triton.runtime.jit import JITFunction
 from services.worker.batch.rows import RowRuns, rows_of
 from services.worker.batch.staging import packed
 from services.worker.graphs.decode_inputs import DecodeInputs, capture_sizes
-from services.worker.ops.interface import BatchMeta, LatentCache, Routing, SelectiveSpace, StateRows, StateSpace
+from services.worker.ops.interface import (
+    BatchMeta,
+    LatentCache,
+    RecurrentUnit,
+    Routing,
+    SelectiveSpace,
+    StateRows,
+    StateSpace,
+)
 from services.worker.ops.low_rank import AdapterRows, AdapterSpan, LowRankPart, LowRankShape
 from services.worker.ops.quantized import quantize
 from services.worker.ops.torch_mixers.convolution import CHUNK, lay_out
@@ -42,6 +50,7 @@ from services.worker.ops.triton.row_ops import add_rms_norm, gated_act, rms_norm
 from services.worker.ops.triton.states.chunks import hand_on, scan_delta
 from services.worker.ops.triton.states.convolution import convolve
 from services.worker.ops.triton.states.one_token import step_decodes
+from services.worker.ops.triton.states.recurrent import recur
 from services.worker.ops.triton.states.selective import select
 from shared.blocks import DEFAULT_BLOCK_SIZE as BLOCK_SIZE
 
@@ -123,13 +132,16 @@ def layer(meta: BatchMeta) -> None:
 
 
 def through_states(meta: BatchMeta) -> None:
-    """A selective space behind its convolution, and the decodes of a state space of 4 heads of 16 elements."""
+    """A selective space behind its convolution, a recurrent unit, and the decodes of a state space of 4 heads of 16
+    elements."""
     states, rows, channels, dim = meta.states, len(meta.positions), 64, 16
     assert states is not None
     space = SelectiveSpace(torch.empty(4, channels), *(torch.empty(channels, *n) for n in ((), (dim,), (), ())))
     wide = torch.empty((rows, 3 * channels + 2 * dim), dtype=torch.bfloat16)
     convolve(wide[:, channels:][:, :channels], space.convolution, torch.empty(1, 3, channels), meta, states, wide.dtype)
     select(wide, space, torch.empty(1, channels, 1, dim), meta, states)
+    unit = RecurrentUnit(space.conv_weight, space.conv_bias, torch.empty(channels))
+    recur(wide[:, : 3 * channels], unit, torch.empty(1, channels, 1, 1), meta, states)
     if meta.num_decodes:
         of_heads = torch.empty(4)
         weights = (torch.empty(4, 96), torch.empty(96), of_heads, of_heads.clone(), of_heads.clone())

@@ -406,6 +406,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "zamba2": ("Zamba2Config", _ZAMBA2),
+    "recurrent-gemma": (
+        "RecurrentGemmaConfig",
+        {"num_hidden_layers": 5, "head_dim": 12, "lru_width": 64, "attention_window_size": 24, "logits_soft_cap": 5.0}
+        | {"w_init_variance_scale": 0.5},
+    ),
     "minimax-m3": ("MiniMaxM3VLTextConfig", MINIMAX_M3),
     "lfm2": ("Lfm2Config", {**_CONVOLUTION, "block_multiple_of": 16}),
     "lfm3": ("Lfm3Config", LFM3),
@@ -425,13 +430,13 @@ STATE_FAMILIES = (
     *("mamba2", "bamba", "granite-hybrid", "granite-hybrid-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
     *("olmo-hybrid", "kimi-linear", "ling-3", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1"),
     *("lfm2", "lfm2-moe", "lfm3"),
-    *("glm-5-next", "qwen4", "mamba", "falcon-mamba", "jamba", "zamba2"),
+    *("glm-5-next", "qwen4", "mamba", "falcon-mamba", "jamba", "zamba2", "recurrent-gemma"),
 )
-"""With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions or lightning attention."""
+"""With Mamba-1 or Mamba-2 layers, gated delta nets, short convolutions, lightning attention or recurrent units."""
 IN_EXTRAS = (
     *("olmo-hybrid", "kimi-linear", "ling-3", "minimax", "nemotron-h", "nemotron-h-moe", "falcon-h1", "lfm2-moe"),
     *("lfm3", "falcon-mamba", "jamba", "zamba2", "glm-5", "deepseek-v4", "hy4", "mistral-large-4", "minimax-m3"),
-    *("glm-5-next", "qwen4", "mistral-small-4", "ministral-3"),
+    *("glm-5-next", "qwen4", "mistral-small-4", "ministral-3", "recurrent-gemma"),
 )
 """Made of what other families have: where all are tried, these are in `make test-extras`."""
 
@@ -515,6 +520,8 @@ def randomize(model: Any) -> None:
         for name, weight in model.named_parameters():
             if weight.ndim == 1 or name.endswith("proj_bias"):  # those of experts
                 weight.add_(torch.randn_like(weight) * (0.5 if "bias" in name else 0.2))
+            if "rg_lru" in name and weight.ndim > 1:
+                weight.normal_(std=0.5)
             if name.endswith("ple.conv1d.weight"):  # which begins with zeros
                 weight.normal_()
         for name, buffer in model.named_buffers():

@@ -1,4 +1,4 @@
-"""The sizes of Mamba-1 layers, and which architectures have some. No torch."""
+"""The sizes of Mamba-1 layers and of recurrent units, and which architectures have some. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from services.worker.models.hf_layers.convolution import ChannelSizes
 JAMBA = "JambaForCausalLM"
 SELECTIVE_ARCHITECTURES = ("MambaForCausalLM", "FalconMambaForCausalLM", JAMBA)
 """Those whose layers, or most of them, have such a mixer in place of attention."""
+RECURRENT_GEMMA = "RecurrentGemmaForCausalLM"
 
 
 class SelectiveConfig(ChannelSizes, frozen=True, kw_only=True):
@@ -50,3 +51,28 @@ class SelectiveConfig(ChannelSizes, frozen=True, kw_only=True):
     def parameters(self, hidden: int) -> int:
         """Weights of one layer's matrices."""
         return hidden * (self.projected + self.inner) + self.inner * (self.made + self.step_rank)
+
+
+class RecurrentConfig(ChannelSizes, frozen=True, kw_only=True):
+    """A recurrent block of Griffin (De et al., arXiv:2402.19427): a causal convolution, and channels that each keep one
+    number of all tokens before, forgotten at a rate that the token says (RG-LRU). What says it, and how much of an
+    input is taken, is made of a block of neighbouring channels. Both projections and the convolution have biases."""
+
+    kernel: int
+    """Tokens that the convolution sees, the newest included."""
+    block: int
+    """Channels of a block."""
+
+    @property
+    def kind(self) -> str:
+        """What such layers are called, for errors."""
+        return "recurrent units"
+
+    @property
+    def state_elements(self) -> int:
+        """Numbers that one layer keeps of a sequence, however long that is."""
+        return self.kernel * self.heads
+
+    def parameters(self, hidden: int) -> int:
+        """Weights of one layer's matrices."""
+        return 3 * hidden * self.heads + 2 * self.block * self.heads

@@ -14,7 +14,7 @@ from services.worker.models.hf_layers.delta import (
     QWEN4,
 )
 from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
-from services.worker.models.hf_layers.selective import JAMBA
+from services.worker.models.hf_layers.selective import JAMBA, RECURRENT_GEMMA
 from services.worker.models.hf_layers.shared import ZAMBA2
 
 GRANITE = "GraniteMoeHybridForCausalLM"
@@ -228,6 +228,15 @@ _NAMES = {
         mlp="feed_forward",
         gate_and_up="gate_up_proj",
         final_norm="model.final_layernorm.weight",
+    ),
+    RECURRENT_GEMMA: TensorNames(
+        input_norm="temporal_pre_norm",
+        mlp_norm="channel_pre_norm",
+        final_norm="model.final_norm.weight",
+        mixer="temporal_block",
+        mixer_output="linear_out",
+        attention="temporal_block",
+        mlp="mlp_block",
     ),
     **PUBLISHED_NAMES,
     **dict.fromkeys(

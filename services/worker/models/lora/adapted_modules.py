@@ -17,6 +17,7 @@ from services.worker.models.config import (
     LightningConfig,
     MambaConfig,
     ModelConfig,
+    RecurrentConfig,
     SelectiveConfig,
 )
 from services.worker.models.heads.rows import head_rows
@@ -29,7 +30,8 @@ from services.worker.models.states.delta_loading import GATES, RATES, first_of_s
 from services.worker.models.states.gated_attention import gated_outputs, head_gate_outputs
 from services.worker.models.states.mamba_loading import own_outputs
 from services.worker.models.states.mixer_loading import channel_outputs
-from services.worker.models.weights import DenseMlp, LayerWeights, LinearMlp, MixtureMlp, Rows
+from services.worker.models.states.recurrent_loading import INPUTS
+from services.worker.models.weights import DenseMlp, LayerWeights, LinearMlp, MixtureMlp, Rows, SelectiveWeights
 from services.worker.ops.interface import PackedLinear
 
 KEYS_AND_VALUES = "self_attn.kv_b_proj"
@@ -165,6 +167,8 @@ def _mixer_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     if isinstance(states, LightningConfig):
         gate = f"{name}.output_gate"
         return {f"{name}.qkv_proj": (hidden, states.projected), gate: (hidden, states.inner), output: back}
+    if isinstance(states, RecurrentConfig):
+        return {f"{name}.{module}": (hidden, states.heads) for module in INPUTS} | {output: back}
     if not isinstance(states, DeltaConfig):
         sizes = {f"{name}.in_proj": (hidden, states.projected), output: back}
         if isinstance(states, SelectiveConfig):
@@ -259,6 +263,8 @@ def _of_mixer(config: ModelConfig, share: LayerShard, layer: LayerWeights) -> It
         yield ModulesOfMatrix(layer.gate, every, (gates,))
     elif isinstance(states, ConvolutionConfig):
         inputs = (ModuleRows(f"{name}.in_proj", channel_outputs(states.heads, shard, 3)),)
+    elif isinstance(states, RecurrentConfig):
+        inputs = tuple(ModuleRows(f"{name}.{module}", shard.heads) for module in INPUTS)
     elif isinstance(states, SelectiveConfig):
         inputs = (ModuleRows(f"{name}.in_proj", channel_outputs(states.heads, shard, 2)),)
         yield from _of_selective(name, states, shard, layer)
@@ -280,7 +286,7 @@ def _of_selective(
     name: str, states: SelectiveConfig, shard: MixerShard, layer: LayerWeights
 ) -> Iterator[ModulesOfMatrix]:
     """Between the convolution and the states."""
-    assert layer.selective is not None
+    assert isinstance(layer.selective, SelectiveWeights)
     yield ModulesOfMatrix(layer.selective.made, shard.heads, (ModuleRows(f"{name}.x_proj", (0, states.made)),))
     steps = ModuleRows(f"{name}.dt_proj", shard.heads)
     yield ModulesOfMatrix(layer.selective.steps, (0, states.step_rank), (steps,))

@@ -9,6 +9,7 @@ from services.worker.models.config import (
     DeltaConfig,
     LightningConfig,
     ModelConfig,
+    RecurrentConfig,
     SelectiveConfig,
 )
 from services.worker.models.quantization.matrices import MatrixLoader
@@ -17,6 +18,7 @@ from services.worker.models.states.convolution_loading import ConvolutionLoader
 from services.worker.models.states.delta_loading import DeltaLoader
 from services.worker.models.states.lightning_loading import LightningLoader
 from services.worker.models.states.mamba_loading import MambaLoader
+from services.worker.models.states.recurrent_loading import RecurrentLoader
 from services.worker.models.states.selective_loading import SelectiveLoader
 from services.worker.models.weights import LayerMixer
 
@@ -44,6 +46,9 @@ def read_state_mixer(
         light = LightningLoader(*how, states, name)
         mixer, gate, norm = light.mixer(index), light.gate(), light.norm()
         return LayerMixer(light.inputs(), light.output(), cos_sin=nothing, mixer=mixer, gate=gate, split_norm=norm)
+    if isinstance(states, RecurrentConfig):
+        unit = RecurrentLoader(*how, states, name)
+        return LayerMixer(unit.inputs(), unit.output(), cos_sin=nothing, mixer=unit.mixer(), selective=unit.between())
     mamba = MambaLoader(*how, states, name)
     return LayerMixer(
         inputs=mamba.inputs(),

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from services.worker.distributed.communicator import Communicator
-from services.worker.models.weights import LayerWeights, LowRankGates, SelectiveWeights
+from services.worker.models.weights import LayerWeights, LowRankGates, RecurrentWeights, SelectiveWeights
 from services.worker.ops.interface import (
     BatchMeta,
     DeltaNet,
     Ops,
+    RecurrentUnit,
     SelectiveSpace,
     StateCache,
     StateMixer,
@@ -37,8 +38,11 @@ class StateMixing:
         mixer, states = layer.mixer, StateCache(*cache)
         assert mixer is not None, "the layer has states"
         if isinstance(mixer, SelectiveSpace):
-            assert layer.selective is not None
+            assert isinstance(layer.selective, SelectiveWeights)
             return self._selected(mixer, layer.selective, projected, meta, states)
+        if isinstance(mixer, RecurrentUnit):
+            assert isinstance(layer.selective, RecurrentWeights)
+            return self._recurred(mixer, layer.selective, projected, meta, states)
         if layer.steps is not None:
             projected = torch.cat((projected, self._ops.linear(x, layer.steps)), dim=1)
         if layer.gates is not None:
@@ -79,6 +83,20 @@ class StateMixing:
         steps = self._ops.linear(steps.contiguous(), weights.steps)
         given = torch.cat((gates, rows, b, c, steps), dim=1)
         return self.mix(given, space, StateCache(windows[:, :0], states), meta)
+
+    def _recurred(
+        self, unit: RecurrentUnit, weights: RecurrentWeights, projected: Tensor, meta: BatchMeta, cache: StateCache
+    ) -> Tensor:
+        """The convolution and the states each by itself, as of a selective space."""
+        gates, x = projected.chunk(2, dim=1)
+        windows, states = cache
+        opened = torch.cat((torch.ones_like(x), torch.ones_like(x), x), dim=1)
+        rows = self.mix(opened, unit.convolution, StateCache(windows, states[..., :0]), meta)
+        blocks = rows.chunk(len(weights.blocks), dim=1)
+        made = [self._ops.linear(part.contiguous(), each) for part, each in zip(blocks, weights.blocks, strict=True)]
+        halves = torch.stack(made).view(len(made), len(rows), 2, -1).permute(1, 2, 0, 3).flatten(1)
+        mixed = self.mix(torch.cat((halves, rows), dim=1), unit, StateCache(windows[:, :0], states), meta)
+        return self._ops.gated_act(torch.cat((gates, mixed.to(gates.dtype)), dim=1), "gelu_tanh")
 
     def _with_gates(self, projected: Tensor, gates: LowRankGates, channels: int) -> Tensor:
         """projected [n, C + 2 * R + H] → [n, H * P + C + H * N + H], as `StateOps.mix` takes it."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from services.worker.ops.interface import (
     BatchMeta,
     DeltaNet,
+    RecurrentUnit,
     SelectiveSpace,
     ShortConvolution,
     StateCache,
@@ -27,6 +28,7 @@ MAX_KERNEL = 64
 """Tokens that a convolution sees at the most, as states.cpp counts them."""
 
 _STATE_SPACE, _GATED_DELTA, _CONVOLUTION, _SELECTIVE, _GATED_CONVOLUTION, _LIGHTNING, _ELEMENT_DELTA = range(7)
+_RECURRENCE = 7
 """`StateRule` of states.h."""
 
 
@@ -63,7 +65,7 @@ def described_mixer(mixer: StateMixer) -> library.NativeStateMixer | None:
     """For the library, with pointers to its tensors; None: the library does not know it."""
     if mixer.conv_weight.shape[0] > MAX_KERNEL:
         return None
-    if isinstance(mixer, ShortConvolution | SelectiveSpace):
+    if isinstance(mixer, ShortConvolution | SelectiveSpace | RecurrentUnit):
         return _described_channels(mixer)
     return library.NativeStateMixer(
         rule=_rule_of(mixer),
@@ -90,10 +92,12 @@ def _rule_of(mixer: StateSpace | DeltaNet) -> int:
     return _LIGHTNING if mixer.lightning else _STATE_SPACE
 
 
-def _described_channels(mixer: ShortConvolution | SelectiveSpace) -> library.NativeStateMixer:
+def _described_channels(mixer: ShortConvolution | SelectiveSpace | RecurrentUnit) -> library.NativeStateMixer:
     weights = (mixer.conv_weight.data_ptr(), mixer.conv_bias.data_ptr())
     sizes = (mixer.heads, mixer.head_dim, 0, mixer.state_dim, mixer.conv_weight.shape[0])
     if isinstance(mixer, ShortConvolution):
         return library.NativeStateMixer(_GATED_CONVOLUTION if mixer.gated else _CONVOLUTION, *sizes, *weights)
+    if isinstance(mixer, RecurrentUnit):
+        return library.NativeStateMixer(_RECURRENCE, *sizes, *weights, mixer.decay.data_ptr())
     rest = (mixer.decay.data_ptr(), mixer.skip.data_ptr(), mixer.step_bias.data_ptr())
     return library.NativeStateMixer(_SELECTIVE, *sizes, *weights, *rest)

@@ -1,4 +1,5 @@
-// Selective spaces (Mamba-1): each channel forgets each number of its state at a pace of its own.
+// Selective spaces (Mamba-1): each channel forgets each number of its state at a pace of its own; and recurrent units
+// (RG-LRU), whose channels have one number each.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -54,7 +55,34 @@ struct Selection {
     }
 };
 
+// Some channels of a recurrent unit over all rows of a sequence. A row: how much is taken, how fast is forgotten, inputs.
+void recur(const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache, int sequence, int first, int count) {
+    int begin = batch.query_starts[sequence], end = batch.query_starts[sequence + 1];
+    int64_t channels = mixer.heads;
+    float* states = cache.states + what.slots[sequence] * channels + first;
+    bool begins = batch.context_lens[sequence] == end - begin;
+    F state = begins ? zeros() : load_some(states, count), decay = load_some(mixer.decay + first, count);
+    for (int at = begin; at < end; ++at) {
+        const float* row = what.projected + at * what.projected_stride + first;
+        F taken = sigmoid(load_some(row, count)) * load_some(row + 2 * channels, count);
+        F left = exp(sigmoid(load_some(row + channels, count)) * decay);
+        if (!begins || at > begin) {
+            float share[kLanes];
+            store(share, larger(all(1.0f) - left * left, zeros()));
+            for (float& each : share) each = std::sqrt(each);
+            taken = taken * load(share);
+        }
+        state = fma(left, state, taken);
+        store_some(what.out + at * what.out_stride + first, state, count);
+    }
+    store_some(states, state, count);
+}
+
 }  // namespace
+
+void recur_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache) {
+    each_sequence(pool, batch, mixer.heads, kLanes, [&](int sequence, int first, int count) { recur(what, batch, mixer, cache, sequence, first, count); });
+}
 
 void select_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache) {
     Selection selection{what, batch, mixer, cache};

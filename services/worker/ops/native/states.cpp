@@ -350,6 +350,7 @@ struct Pass {
 
 void mix_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache) {
     if (mixer.rule == StateRule::kSelective) return select_states(pool, what, batch, mixer, cache);
+    if (mixer.rule == StateRule::kRecurrence) return recur_states(pool, what, batch, mixer, cache);
     if (mixer.rule == StateRule::kGatedConvolution) return convolve_gated(pool, what, batch, mixer, cache);
     static thread_local Scratch scratch;
     scratch.mixed.resize(std::max(scratch.mixed.size(), size_t(batch.rows) * mixer.channels()));

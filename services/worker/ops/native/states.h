@@ -12,13 +12,15 @@ enum class StateRule : int {
     kGatedConvolution = 4,
     kLightning = 5,  // a state space whose convolution sees one token, with time steps of 1, neither gated nor normed here
     kElementDelta = 6,
+    kRecurrence = 7,  // of a recurrent unit (RG-LRU)
 };
 
 // H heads of P elements in G groups, N numbers of state for each element; C = H * P + 2 * G * N channels. Of a delta net:
 // heads of values, groups with a key and a query each, N elements of these; channels are values, keys and queries. Of one by
 // element (Kimi Delta Attention), whose groups are heads, each of the N is forgotten at a rate of its own.
 // Of a selective space: as many heads as it has channels, each of one element; its convolution is a mixer of its own, which
-// has neither groups nor states. Nor has a gated short convolution.
+// has neither groups nor states. Nor has a gated short convolution. A recurrent unit is as a selective space, with one number
+// for each channel.
 struct StateMixer {
     StateRule rule;
     int heads;
@@ -51,7 +53,7 @@ struct MixStates {
     // [rows, H * P + C + H]: gates, the convolution's inputs, time steps (of a delta net by element H * N); of a delta net H
     // more: how much is written; of a selective space gates, inputs, B, C, time steps; of its convolution what goes into it; of
     // a gated one gates of what goes in, gates of what comes out, what goes in; of lightning attention the convolution's inputs
-    // alone
+    // alone; of a recurrent unit how much is taken, how fast is forgotten, inputs
     const float* projected;
     int64_t projected_stride;
     const int64_t* slots;  // [sequences]
@@ -64,6 +66,8 @@ struct MixStates {
 void mix_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache);
 // The same of a selective space, behind its convolution.
 void select_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache);
+// The same of a recurrent unit, behind its convolution and its products.
+void recur_states(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache);
 // The same of a gated short convolution.
 void convolve_gated(Pool& pool, const MixStates& what, const Batch& batch, const StateMixer& mixer, const StateCache& cache);
 

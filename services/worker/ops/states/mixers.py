@@ -141,7 +141,40 @@ class SelectiveSpace(NamedTuple):
         return self.decay.shape[1]
 
 
-StateMixer = StateSpace | DeltaNet | ShortConvolution | SelectiveSpace
+class RecurrentUnit(NamedTuple):
+    """A real-gated linear recurrent unit (RG-LRU: De et al., "Griffin", arXiv:2402.19427) of C channels that each keep
+    one number. Between its convolution, a mixer of its own, and the recurrence are products with weights. Tensors are
+    float32 and on the device."""
+
+    conv_weight: Tensor
+    """[K, C]: as a state space's."""
+    conv_bias: Tensor
+    """[C]"""
+    decay: Tensor
+    """[C] negative: the logarithm of what is left of a state at the least."""
+
+    @property
+    def convolution(self) -> ShortConvolution:
+        """What comes first, between two gates that are open."""
+        return ShortConvolution(self.conv_weight, self.conv_bias)
+
+    @property
+    def heads(self) -> int:
+        """Each channel has its own state."""
+        return self.conv_weight.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """A channel is one element."""
+        return 1
+
+    @property
+    def state_dim(self) -> int:
+        """Numbers of a channel's state."""
+        return 1
+
+
+StateMixer = StateSpace | DeltaNet | ShortConvolution | SelectiveSpace | RecurrentUnit
 
 
 class StateCache(NamedTuple):

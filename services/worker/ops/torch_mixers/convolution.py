@@ -41,6 +41,11 @@ class Prompts(NamedTuple):
     """How many prompts have a first chunk, a second one, and so on. Chunks lie in this order: all first ones, then all
     second ones."""
 
+    def beginning(self, rows: int) -> Tensor:
+        """bool [m]: which of the `rows` begin a sequence."""
+        firsts = self.in_chunks.view(-1, CHUNK)[: len(self.slots), 0]
+        return self.in_chunks.new_zeros(rows, dtype=torch.bool).index_copy_(0, firsts, self.goes_on == 0)
+
     def chunked(self, rows: Tensor) -> Tensor:
         """[m, …] → [chunks, CHUNK, …], zeros where a place has no row."""
         padded = torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))

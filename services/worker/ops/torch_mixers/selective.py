@@ -1,4 +1,5 @@
-"""Selective spaces (Mamba-1) in PyTorch, on any device: token by token, all channels of all sequences at once.
+"""Selective spaces (Mamba-1) and recurrent units (RG-LRU) in PyTorch, on any device: token by token, all channels of
+all sequences at once.
 
 What is left of a state differs by channel and by number of its state, so that what tokens make of each other is no
 product of matrices, as it is in a state space.
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.worker.ops.interface import SelectiveSpace
+from services.worker.ops.interface import RecurrentUnit, SelectiveSpace
 from services.worker.ops.torch_mixers.convolution import CHUNK, Prompts
 
 _AT_ONCE = 16
@@ -69,6 +70,41 @@ class SelectiveRows(NamedTuple):
 
     def _gated(self, read: Tensor) -> Tensor:
         return read.addcmul_(self.x, self.space.skip).mul_(F.silu(self.gates))
+
+
+class RecurrentRows(NamedTuple):
+    """What m rows bring to the states of a recurrent unit, in float32."""
+
+    rates: Tensor
+    """[m, C] the logarithm of what is left of a state; 0: nothing is lost."""
+    inputs: Tensor
+    """[m, C]"""
+
+    @classmethod
+    def of(cls, projected: Tensor, unit: RecurrentUnit, begins: Tensor | None) -> RecurrentRows:
+        """Of `projected`, as `StateOps.mix` has it. `begins`: bool [m], which rows begin a sequence; None: no row."""
+        taken, forgotten, x = projected.chunk(3, dim=1)
+        rates = forgotten.sigmoid() * unit.decay
+        left = rates.exp()
+        share = left.mul_(left).neg_().add_(1.0).clamp_(min=0.0).sqrt_()
+        if begins is not None:
+            share.masked_fill_(begins.unsqueeze(1), 1.0)
+        return cls(rates, share.mul_(taken.sigmoid()).mul_(x))
+
+    def step(self, state: Tensor) -> Tensor:
+        """One row of each sequence: state [B, C] → those behind them, [B, C]."""
+        return torch.addcmul(self.inputs, self.rates.exp(), state)
+
+    def scan(self, state: Tensor, prompts: Prompts) -> Tensor:
+        """All rows of prompts → [m, C]. `state` [S, C] goes on, those of the prompts with the most rows first."""
+        factors, states, first = prompts.chunked(self.rates).exp_(), prompts.chunked(self.inputs), 0
+        for count in prompts.turns:
+            turn, before = slice(first, first + count), state[:count]
+            for token in range(CHUNK):
+                before = states[turn, token].addcmul_(factors[turn, token], before)
+            state[:count] = before
+            first += count
+        return states.flatten(0, 1).index_select(0, prompts.from_chunks)
 
 
 def _decay_factors(space: SelectiveSpace, steps: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A state space, within a chunk: what tokens make of each other is a masked product, as in attention; only from chunk to
 chunk a state is handed on ("SSD": Dao and Gu, arXiv:2405.21060, section 6). All chunks of all prompts of a step are
-computed together. Gated delta nets: `delta`; Mamba-1: `selective`.
+computed together. Gated delta nets: `delta`; Mamba-1 and recurrent units: `selective`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from services.worker.ops.interface import (
     BatchMeta,
     DeltaNet,
+    RecurrentUnit,
     SelectiveSpace,
     ShortConvolution,
     StateCache,
@@ -37,7 +38,7 @@ from services.worker.ops.torch_mixers.convolution import (
     states_of_prompts,
 )
 from services.worker.ops.torch_mixers.delta import DeltaRule
-from services.worker.ops.torch_mixers.selective import SelectiveRows
+from services.worker.ops.torch_mixers.selective import RecurrentRows, SelectiveRows
 
 
 class TorchStates:
@@ -53,6 +54,8 @@ class TorchStates:
             return self._convolved(projected, mixer, cache, meta, meta.states)
         if isinstance(mixer, SelectiveSpace):
             return self._selected(projected, mixer, cache, meta, meta.states)
+        if isinstance(mixer, RecurrentUnit):
+            return self._recurred(projected, mixer, cache, meta, meta.states)
         rule = DeltaRule(mixer) if isinstance(mixer, DeltaNet) else SpaceRule(mixer)
         gates, channels = mixer.gates, mixer.conv_weight.shape[1]
         gate, inputs, steps = projected.float().tensor_split([gates, gates + channels], dim=1)
@@ -99,6 +102,23 @@ class TorchStates:
             state = states_of_prompts(cache, prompts).squeeze(2)
             parts.append(rows.part(decodes, len(projected)).scan(state, prompts))
             cache.states.index_copy_(0, prompts.slots, state.unsqueeze(2))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(projected.dtype)
+
+    def _recurred(
+        self, projected: Tensor, unit: RecurrentUnit, cache: StateCache, meta: BatchMeta, states: StateRows
+    ) -> Tensor:
+        given, decodes, parts = projected.float(), meta.num_decodes, []
+        if decodes:
+            rows = RecurrentRows.of(given[:decodes], unit, states.begins)
+            state = rows.step(states_of_decodes(cache, decodes, states).flatten(1))
+            cache.states.index_copy_(0, states.slots[:decodes], state.view(decodes, -1, 1, 1))
+            parts.append(state)
+        if meta.prefills:
+            prompts = self._laid_out(states, meta, unit.conv_weight.shape[0])
+            state = states_of_prompts(cache, prompts).flatten(1)
+            rows = RecurrentRows.of(given[decodes:], unit, prompts.beginning(len(given) - decodes))
+            parts.append(rows.scan(state, prompts))
+            cache.states.index_copy_(0, prompts.slots, state.view(len(state), -1, 1, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(projected.dtype)
 
     def _laid_out(self, states: StateRows, meta: BatchMeta, kernel: int) -> Prompts:

@@ -6,7 +6,7 @@ from services.worker.models.hf_layers.convolution import CONVOLUTION_ARCHITECTUR
 from services.worker.models.hf_layers.delta import DELTA_ARCHITECTURES, KIMI_LINEAR, LING_3, OLMO_HYBRID
 from services.worker.models.hf_layers.lightning import LIGHTNING_ARCHITECTURES
 from services.worker.models.hf_layers.mamba import MAMBA_ARCHITECTURES
-from services.worker.models.hf_layers.selective import SELECTIVE_ARCHITECTURES
+from services.worker.models.hf_layers.selective import RECURRENT_GEMMA, SELECTIVE_ARCHITECTURES
 from services.worker.models.hf_layers.shared import ZAMBA2
 from services.worker.models.hf_layers.tensor_names import NEMOTRON_H
 from services.worker.models.states.reading.bailing import LING_2_5, bailing_model_config, refuse_ling_2_5
@@ -19,6 +19,7 @@ from services.worker.models.states.reading.mamba import mamba_model_config
 from services.worker.models.states.reading.minimax import minimax_model_config
 from services.worker.models.states.reading.nemotron import nemotron_model_config
 from services.worker.models.states.reading.olmo import olmo_model_config
+from services.worker.models.states.reading.recurrent import recurrent_model_config
 from services.worker.models.states.reading.selective import selective_model_config
 from services.worker.models.states.reading.zamba import zamba_model_config
 
@@ -34,6 +35,7 @@ STATE_READERS = {
     **dict.fromkeys(LIGHTNING_ARCHITECTURES, minimax_model_config),
     **dict.fromkeys(SELECTIVE_ARCHITECTURES, selective_model_config),
     ZAMBA2: zamba_model_config,
+    RECURRENT_GEMMA: recurrent_model_config,
     **dict.fromkeys(CONVOLUTION_ARCHITECTURES, convolution_model_config),
     LFM3: lfm3_model_config,
 }

@@ -8,6 +8,7 @@ from torch import Tensor
 from services.worker.ops.interface import (
     BatchMeta,
     DeltaNet,
+    RecurrentUnit,
     SelectiveSpace,
     ShortConvolution,
     StateCache,
@@ -21,6 +22,7 @@ from services.worker.ops.torch_mixers.states import SpaceRule, TorchStates
 from services.worker.ops.triton.states.chunks import hand_on, scan_delta
 from services.worker.ops.triton.states.convolution import convolve
 from services.worker.ops.triton.states.one_token import step_decodes
+from services.worker.ops.triton.states.recurrent import recur
 from services.worker.ops.triton.states.selective import select
 
 
@@ -37,6 +39,8 @@ class TritonStates(TorchStates):
             return convolve(projected, mixer, cache.windows, meta, rows, projected.dtype, gated=mixer.gated)
         if isinstance(mixer, SelectiveSpace):
             return select(projected, mixer, cache.states, meta, rows)
+        if isinstance(mixer, RecurrentUnit):
+            return recur(projected, mixer, cache.states, meta, rows)
         rule = DeltaRule(mixer) if isinstance(mixer, DeltaNet) else SpaceRule(mixer)
         gates, channels, decodes = mixer.gates, mixer.conv_weight.shape[1], meta.num_decodes
         gate, inputs, steps = projected.tensor_split([gates, gates + channels], dim=1)

@@ -26,7 +26,7 @@ def test_serving_compiles_nothing_that_the_start_did_not() -> None:
     seen = msgspec.json.decode(done.stdout, type=Seen)
     attention = {"decode_kernel", "prefill_kernel", "merge_kernel", "rope_and_store_kernel"}
     states = {"convolution_kernel", "selective_kernel", "hand_on_kernel", "one_token_kernel"}
-    states |= {"hand_on_chunks_kernel", "delta_chunks_kernel"}
+    states |= {"hand_on_chunks_kernel", "delta_chunks_kernel", "recurrent_kernel"}
     attention |= {"index_scores_kernel", "chosen_slots_kernel", "latent_decode_kernel"}
     assert attention | states | {"coded_linear_kernel", "shrink_kernel", "expand_kernel"} <= set(seen.at_start)
     assert seen.when_serving == []

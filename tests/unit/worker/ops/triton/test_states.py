@@ -13,6 +13,7 @@ from torch import Tensor
 from services.worker.ops.interface import (
     BatchMeta,
     DeltaNet,
+    RecurrentUnit,
     SelectiveSpace,
     ShortConvolution,
     StateCache,
@@ -27,6 +28,7 @@ from services.worker.ops.triton.states import one_token, selective
 from services.worker.ops.triton.states.chunks import hand_on, scan_delta
 from services.worker.ops.triton.states.mixing import TritonStates
 from tests.support.kernels.kernel_device import DEVICE
+from tests.support.worker.recurrent_reference import recurrent_reference, recurrent_unit
 from tests.support.worker.selective_reference import (
     CHANNELS,
     KERNEL,
@@ -91,6 +93,18 @@ def test_selective_sequences_in_steps_of_every_length_are_the_recurrence(dim: in
         torch.testing.assert_close(cache.states[slot, :, 0].cpu().double(), state, atol=2e-5, rtol=1e-4)
     others = [slot for slot in range(SLOTS) if slot not in lengths]
     assert cache.states[others].isnan().all(), "nobody else's state is written"
+
+
+def test_recurrent_sequences_in_steps_of_every_length_are_the_recurrence() -> None:
+    own, cache, lengths = recurrent_unit(), moved_cache(empty_states(1)), {7: 12, 5: 9}
+    rows = {slot: torch.randn(length, 3 * CHANNELS) for slot, length in lengths.items()}
+    steps = [[Share(5, 0, 1), Share(7, 0, 8)], [Share(7, 8, 1), Share(5, 1, 5)], [Share(5, 6, 3), Share(7, 9, 3)]]
+    mixed = mixed_in_steps(lambda given, shares: mix(given, own, cache, shares), rows, steps)
+    for slot in lengths:
+        expected, state = recurrent_reference(rows[slot], own)
+        torch.testing.assert_close(mixed[slot].double(), expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(cache.states[slot].cpu().double(), state, atol=2e-5, rtol=1e-4)
+    assert cache.states[[slot for slot in range(SLOTS) if slot not in lengths]].isnan().all()
 
 
 def test_selective_rows_of_half_precision_are_rounded_once() -> None:
@@ -184,7 +198,7 @@ def projected(mixer: StateMixer, rows: int) -> Tensor:
     """Random rows, as wide as the mixer takes them."""
     if isinstance(mixer, SelectiveSpace):
         return torch.randn(rows, 3 * mixer.heads + 2 * mixer.state_dim)
-    if isinstance(mixer, ShortConvolution):
+    if isinstance(mixer, ShortConvolution | RecurrentUnit):
         return torch.randn(rows, 3 * mixer.heads)
     if isinstance(mixer, StateSpace) and mixer.lightning:
         return torch.randn(rows, mixer.conv_weight.shape[1])
@@ -231,11 +245,12 @@ def test_heads_have_more_elements_than_one_program(
         torch.testing.assert_close(cache.states.cpu(), plain.states, atol=2e-5, rtol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", ["selective", "convolution", "space", "delta", "lightning"])
+@pytest.mark.parametrize("kind", ["selective", "recurrent", "convolution", "space", "delta", "lightning"])
 def test_padding_leaves_nothing_behind(kind: str) -> None:
     """A decode whose context is 0 has a slot that may be anybody's."""
     mixers: dict[str, StateMixer] = {
         "selective": selective_space(16),
+        "recurrent": recurrent_unit(),
         "convolution": ShortConvolution(torch.randn(3, CHANNELS), torch.randn(CHANNELS)),
         "space": space(),
         "delta": delta_net(),
