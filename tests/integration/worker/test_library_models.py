@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Emu3Config, Emu3ForConditionalGeneration
 
 from services.worker.distributed.communicator import SingleStage
 from services.worker.models.config import ModelError
@@ -120,6 +120,12 @@ def written(folder: Path, kind: str, **settings: Any) -> Path:
         ),
         ("Doge", SMALL, "DogeAttention attends by a mask of its own"),
         (
+            "PLBart",  # whose logits would differ by a twentieth of their spread
+            {"vocab_size": 160, "d_model": 64, "decoder_layers": 2, "encoder_layers": 2, "decoder_attention_heads": 4}
+            | {"decoder_ffn_dim": 96, "max_position_embeddings": 64, "is_encoder_decoder": False, "init_std": 0.2},
+            "PLBartForCausalLM finds positions by itself, in model.decoder.embed_positions",
+        ),
+        (
             "CTRL",
             {"vocab_size": 160, "n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 96, "n_positions": 0},
             "CTRLLMHeadModel: the configuration says nothing of positions",
@@ -150,6 +156,21 @@ def test_of_a_model_with_images_what_reads_text_is_served_and_the_rest_left_out(
     decoder: Any = backend.rank.decoder
     assert not [name for name, _ in decoder._model.named_parameters() if "visual" in name]
     assert [name for name, _ in model.reference.named_parameters() if "visual" in name]
+
+
+@pytest.mark.extras
+def test_a_configuration_of_two_classes_is_of_the_one_that_it_names(tmp_path: Path) -> None:
+    """Emu3's, which the library reads as one of a model that writes text, too, whose tensors have other names."""
+    tables = {"codebook_size": 16, "embed_dim": 16, "latent_channels": 16, "base_channels": 32, "hidden_size": 32}
+    layers = {"channel_multiplier": [1], "num_res_blocks": 1, "attn_resolutions": [], "num_attention_heads": 2}
+    text = {**SMALL, "num_key_value_heads": 2, "intermediate_size": 96, "pad_token_id": 0}
+    torch.manual_seed(3)
+    model = Emu3ForConditionalGeneration(
+        Emu3Config(text_config=text, vq_config=tables | layers, vocabulary_map={"<image>": 5})
+    )
+    model.eval().save_pretrained(tmp_path)
+    model.generation_config.eos_token_id = None
+    check_mixed_batch(TinyModel("Emu3", tmp_path, model), tiny_backend(tmp_path, ops="native"))
 
 
 def test_different_heads_share_no_blocks_that_queries_do_not_divide(tmp_path: Path) -> None:

@@ -68,6 +68,14 @@ _GEMMA4: dict[str, Any] = {
     "global_head_dim": 32,
     "vocab_size_per_layer_input": VOCABULARY,
 }
+_BERT: dict[str, Any] = {
+    **{name: each for name, each in _SHAPE.items() if name not in ("num_key_value_heads", "head_dim")},
+    "max_position_embeddings": POSITIONS + 8,  # RoBERTa's begin behind the padding token
+    "is_decoder": True,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+"""An encoder's layers with a mask that is causal."""
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "AXK1": {**_LATENT, **_ROUTED, "head_dim": 8},
     "Afmoe": {**_SHAPE, **_EXPERTS, **_WINDOWS, "moe_intermediate_size": 32, "num_dense_layers": 1},
@@ -76,15 +84,25 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Arcee": _SHAPE,
     "AriaText": {**_SHAPE, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "Beam": {**_SHAPE, **_EXPERTS, **_WINDOWS, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
+    "Bert": _BERT,
     "BioGpt": {**_SHAPE, "hidden_dropout_prob": 0.0},
     "BitNet": _SHAPE,
     "Bloom": {**_GPT, "n_embed": 64, "hidden_size": 64},
     "CTRL": {**_GPT, "dff": 96},
+    "Camembert": _BERT,
     "CodeGen": {**_GPT, "n_embd": 128, "rotary_dim": 16},
     "Cohere": {**_SHAPE, "logit_scale": 0.5},
     "Cohere2": {**_SHAPE, "sliding_window": 24},
     "Cohere2Moe": {**_SHAPE, **_EXPERTS, **_WINDOWS, "num_shared_experts": 1},
+    "CohereCompassText": {
+        **_SHAPE,
+        **_WINDOWS,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in ("sliding_attention", "full_attention")
+        },
+    },
     "Cwm": {**_SHAPE, **_WINDOWS},
+    "Data2VecText": _BERT,
     "Dbrx": {
         "vocab_size": VOCABULARY,
         "d_model": 64,
@@ -106,6 +124,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "Dots1": {**_SHAPE, **_ROUTED, "sliding_window": None},
+    "Electra": {**_BERT, "embedding_size": 64},
+    "Ernie": _BERT,
     "Ernie4_5": _SHAPE,
     "Ernie4_5_Moe": {
         **_SHAPE,
@@ -229,7 +249,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Persimmon": _SHAPE,
     "Phi": {**_SHAPE, "partial_rotary_factor": 0.5},
     "Phi3": {**_SHAPE, "sliding_window": None},
+    "Phi4Multimodal": {
+        **{name: each for name, each in _SHAPE.items() if name != "head_dim"},
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "crop_size": 28,
+        },
+        "audio_config": {"hidden_size": 32, "intermediate_size": 48, "num_blocks": 1, "num_attention_heads": 2},
+    },
     "Phimoe": {**_SHAPE, **_EXPERTS},
+    "RoCBert": {**_BERT, "enable_pronunciation": False, "enable_shape": False},
+    "Roberta": _BERT,
+    "RobertaPreLayerNorm": _BERT,
     "SeedOss": _SHAPE,
     "SmolLM3": {**_SHAPE, "no_rope_layer_interval": 2},
     "SolarOpen": {**_SHAPE, **_ROUTED},
@@ -246,6 +281,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "dropout": 0.0,
         "attention_dropout": 0.0,
     },
+    "XLMRoberta": _BERT,
+    "XLMRobertaXL": _BERT,
+    "Xmod": {**_BERT, "languages": ["en_XX"], "default_language": "en_XX"},
     "Youtu": {**_LATENT, "head_dim": 8},
 }
 """By the name that their classes begin with; behind it, in brackets, what is special about this one of several."""
@@ -319,6 +357,7 @@ ONE_STAGE = (
     "HrmText",
     "LongcatFlash",
     "MiMoV2Flash",
+    "Xmod",
 )
 """Those that are not computed in stages."""
 

@@ -6,8 +6,10 @@ looks at positions that it was not given, would be served wrongly without a word
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from services.worker.models.config import ModelError
 from services.worker.models.loaded_model import CausalLm
@@ -17,6 +19,37 @@ from services.worker.ops.interface import BatchMeta
 _ROWS, _CUT = 8, 5
 _TOLERANCE = 0.1
 """Of the logits' spread. What is forgotten changes them by more; rounding to eight bits by a tenth of that."""
+
+
+@torch.inference_mode()
+def check_positions(model: CausalLm, owner: nn.Module, vocab_size: int, device: torch.device) -> None:
+    """Raises ModelError where a table of `owner`, which `model` computes by, is read at positions that were not given:
+    logits may differ by less than rounding to few bits then, and are wrong all the same. One token is repeated, so that
+    rows of a table that differ are those of positions. Every rank of a stage must come here."""
+    caches = model.allocate_kv(1)
+    ids = torch.full((_CUT,), vocab_size // 2, dtype=torch.int32, device=device)
+    read: list[dict[str, Tensor]] = []
+
+    def noting(name: str) -> Any:
+        def note(_module: nn.Module, _inputs: object, rows: object) -> None:
+            if isinstance(rows, Tensor):
+                read[-1][name] = rows.reshape(-1, rows.shape[-1]).clone()
+
+        return note
+
+    tables = [(name, each) for name, each in owner.named_modules() if isinstance(each, nn.Embedding)]
+    hooks = [each.register_forward_hook(noting(name)) for name, each in tables]
+    try:
+        for before in (0, _CUT):
+            read.append({})
+            _logits(model, caches, [(0, before, ids)])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    first, second = read
+    for name, rows in first.items():
+        if bool((rows != rows[:1]).any()) and name in second and torch.equal(rows, second[name]):
+            raise ModelError(f"{type(owner).__name__} finds positions by itself, in {name}, which is not supported")
 
 
 @torch.inference_mode()

@@ -29,7 +29,7 @@ from services.worker.models.hf_config import stop_tokens
 from services.worker.models.pooling.classification import SUFFIX, TOKEN_SUFFIX
 from shared.models.audio_models import WHISPER
 from shared.models.encoder_models import ALONE, ENCODER_DECODER_ARCHITECTURES, TRAINED_POSITIONS
-from shared.models.image_models import SERVED_WITH_MEDIA
+from shared.models.image_models import LIBRARY_IMAGE_ARCHITECTURES, SERVED_WITH_MEDIA
 from shared.models.library_builds import BUILDING, first_line
 
 NO_INTERFACE = "{} does not take its attention from transformers' attention interface"
@@ -179,12 +179,26 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def _multimodal_class(config: PretrainedConfig) -> Any:
-    """None for a model that is one of texts, or one by its own code."""
+    """None for a model that is one of texts, or one by its own code. A configuration may be of both (Emu3); its
+    checkpoint is then of the class that it names."""
     own: Any = AutoModelForCausalLM
-    if type(config) in own._model_mapping or getattr(config, "auto_map", None):
+    if getattr(config, "auto_map", None):
         return None
     others = (AutoModelForImageTextToText, getattr(transformers, "AutoModelForMultimodalLM", None))
-    return next((each for each in others if each is not None and type(config) in each._model_mapping), None)
+    known = [each for each in others if each is not None and type(config) in each._model_mapping]
+    if type(config) in own._model_mapping:
+        named = config.architectures or ()
+        # Of a model with images that we read (Llama 4, Mllama) the library's decoder alone has the names we go by.
+        if _class_name(own, config) in named or any(each in LIBRARY_IMAGE_ARCHITECTURES for each in named):
+            return None
+        known = [each for each in known if _class_name(each, config) in named]
+    return next(iter(known), None)
+
+
+def _class_name(auto: Any, config: PretrainedConfig) -> str:
+    """Of what `auto` builds of `config`."""
+    found = auto._model_mapping[type(config)]
+    return str((found[0] if isinstance(found, tuple) else found).__name__)
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.models.checkpoint import NOWHERE, check_matrices, is_beside, open_checkpoint
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import adapt, implementation
-from services.worker.models.fallback.cached_passes import check_cached_passes
+from services.worker.models.fallback.cached_passes import check_cached_passes, check_positions
 from services.worker.models.fallback.image_rows.image_decoder import LibraryImageDecoder, text_model_name
 from services.worker.models.fallback.library_config import (
     auto_class,
@@ -135,6 +135,7 @@ class LibraryModel:
             *(model, share.ops, self.config.hidden_size, share.max_model_len, device, place),
             *(StagePlace(stage, share.pipeline, passing), communicator),
         )
+        check_positions(made, model, self.config.vocab_size, device)
         check_cached_passes(made, type(model).__name__, self.config.vocab_size, device)
         if rows is not None and made.has_features:
             made.judge_by(*rows)
