@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
+from msgspec import Struct, structs
 
 from shared.messages.gateway import ErrorKind
 from shared.packing import NOT_DECODED
@@ -114,10 +115,6 @@ T = TypeVar("T")
 
 FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 """A body's values by their names, none of them decoded; names that are not known are there, too."""
-_AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]+)`")
-_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 MAX_DEPTH = 64
 """Levels of nested arrays and objects in a field that is forwarded unchanged."""
 MAX_VALUES = 65_536
@@ -127,9 +124,12 @@ MAX_VALUES = 65_536
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Returns the body as the decoder's type. Raises RequestError 400."""
     try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _mistyped(body, str(error)) from None
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError:
+            if (fault := _fault(body, decoder.type, "")) is None:
+                raise
+            raise fault from None
     except NOT_DECODED as error:
         raise _malformed(body, error) from None
 
@@ -172,39 +172,51 @@ def _check_integers(path: str, value: Any) -> None:
                 _check_integers(f"{path}[{i}]", item)
 
 
-def _mistyped(body: bytes, text: str) -> RequestError:
-    match = _AT.match(text)
-    what, path = (match["what"], match["path"] or "") if match else (text, "")
-    path = path.partition("[...]")[0]  # means one value of an object, without its key
-    if missing := _MISSING.search(what):
-        field = f"{path.lstrip('.')}.{missing['field']}".lstrip(".")
-        return invalid(field, "this field is required")
-    if unknown := _UNKNOWN.search(what):
-        field = f"{path.lstrip('.')}.{unknown['field']}".lstrip(".")
-        return RequestError(400, f"{field}: this field is not known", param=field, code="unsupported_parameter")
-    if not path:
-        return invalid("body", what[:1].lower() + what[1:])
-    value = _value_at(body, path)
-    given = f"{abbreviated(value[0])} is not allowed; " if value is not None else ""
-    return invalid(path.lstrip("."), given + what[:1].lower() + what[1:])
-
-
-def _value_at(body: bytes, path: str) -> tuple[Any] | None:
-    """The value at msgspec's `path`, in a tuple; None where the path cannot be followed."""
+def _fault(json: bytes | msgspec.Raw, kind: Any, path: str) -> RequestError | None:
+    """What is wrong with a value that has to be of a type, found by taking it apart: the decoder says where it is in
+    words alone, which another release may choose anew. None: nothing is. Raises NOT_DECODED."""
     try:
-        value = msgspec.json.decode(body)
-    except NOT_DECODED:
+        msgspec.json.decode(json, type=kind)
+    except msgspec.ValidationError as error:
+        if (inside := _fault_inside(json, kind, path)) is not None:
+            return inside
+        text = str(error)[:1].lower() + str(error)[1:]
+        return not_allowed(path, msgspec.json.decode(json), text) if path else invalid("body", text)
+    return None
+
+
+def _fault_inside(json: bytes | msgspec.Raw, kind: Any, path: str) -> RequestError | None:
+    value, inner = msgspec.json.decode(json), f"{path}." if path else ""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if isinstance(value, list):
+        [of] = next((get_args(each) for each in kinds if get_origin(each) is list), (Any,))
+        items = enumerate(msgspec.json.decode(json, type=list[msgspec.Raw]))
+        return next((fault for i, item in items if (fault := _fault(item, of, f"{path}[{i}]"))), None)
+    if not isinstance(value, dict):
         return None
-    position = 0
-    for step in _STEP.finditer(path):
-        if step.start() != position:
-            return None
-        position = step.end()
-        try:
-            value = value[step[1]] if step[1] is not None else value[int(step[2])]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return (value,) if position == len(path) else None
+    if of := next((get_args(each)[1] for each in kinds if get_origin(each) is dict), None):
+        return next((fault for item in FIELDS.decode(json).values() if (fault := _fault(item, of, path))), None)
+    tagged = {each.__struct_config__.tag: each for each in kinds if isinstance(each, type) and issubclass(each, Struct)}
+    if len(tagged) > 1:
+        name = next(iter(tagged.values())).__struct_config__.tag_field or ""
+        if name not in value:
+            return invalid(f"{inner}{name}", "this field is required")
+        if value[name] not in tagged:
+            return not_allowed(f"{inner}{name}", value[name], f"{', '.join(map(repr, tagged))} are")
+        return _fault_of_fields(FIELDS.decode(json), tagged[value[name]], inner)
+    return next((_fault_of_fields(FIELDS.decode(json), each, inner) for each in tagged.values()), None)
+
+
+def _fault_of_fields(items: dict[str, msgspec.Raw], kind: type[Struct], prefix: str) -> RequestError | None:
+    fields, config = {field.encode_name: field for field in structs.fields(kind)}, kind.__struct_config__
+    for name, item in items.items():
+        if name not in fields and config.forbid_unknown_fields and name != config.tag_field:
+            text, param = f"{prefix}{name}: this field is not known", prefix + name
+            return RequestError(400, text, param=param, code="unsupported_parameter")
+        if name in fields and (fault := _fault(item, fields[name].type, prefix + name)):
+            return fault
+    missing = next((name for name, field in fields.items() if field.required and name not in items), None)
+    return None if missing is None else invalid(prefix + missing, "this field is required")
 
 
 def _malformed(body: bytes, error: Exception) -> RequestError:
