@@ -67,11 +67,6 @@ class RoundResult(NamedTuple):
         """Streams that waited for longer than the deadline and RECOVERY."""
         return sum(wait > self.deadline + RECOVERY for wait in self.waits)
 
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing was lost, altered or held, and everybody is there again."""
-        return not (self.lost or self.altered or self.leaks or self.unready or self.bugs or self.complaints)
-
 
 class ChaosOptions(NamedTuple):
     """What is to be done to a stack."""

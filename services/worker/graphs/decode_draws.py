@@ -21,7 +21,8 @@ from services.worker.sampling.parameters import Feature, PaddedLists, SamplingBa
 
 Flags = NDArray[np.bool_]
 
-_LEFT = Feature.BAD_WORDS | Feature.THINKING | Feature.LOGPROB_IDS
+_DRAWN_BY_SAMPLER = Feature.BAD_WORDS | Feature.THINKING | Feature.LOGPROB_IDS
+"""What the library knows nothing of: the sampler draws for sequences with any of it."""
 _CHANGED = Feature.ALLOWED | Feature.BIAS | Feature.MIN_TOKENS | Feature.PENALTIES
 """What the library changes logits by, beside masks of grammars."""
 
@@ -87,11 +88,11 @@ class DecodeDraws:
     def _left(self, processed: Flags | None) -> Flags | None:
         choices, first = self._rows.choices, self._rows.first_drawn
         left = processed
-        if choices.features & (_LEFT | Feature.LOGPROBS):
+        if choices.features & (_DRAWN_BY_SAMPLER | Feature.LOGPROBS):
             many = (choices.by_row & int(Feature.LOGPROBS) != 0) & (
                 choices.table.logprobs[choices.seq_indices] > MAX_LIKELIEST
             )
-            beyond = np.logical_or.reduceat(many | (choices.by_row & int(_LEFT) != 0), first)
+            beyond = np.logical_or.reduceat(many | (choices.by_row & int(_DRAWN_BY_SAMPLER) != 0), first)
             left = beyond if processed is None else beyond | processed
         return left
 

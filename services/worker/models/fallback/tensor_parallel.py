@@ -130,19 +130,8 @@ _MPT = _Plan(
     counts=("n_heads",),
     attention=("attn",),
 )
-_FALCON = _Plan(
-    {
-        # A head's query, key and value lie behind each other; or a key head's queries, it and its value.
-        "self_attention.query_key_value": "colwise",
-        "self_attention.dense": "rowwise",
-        "mlp.dense_h_to_4h": "colwise",
-        "mlp.dense_4h_to_h": "rowwise",
-    },
-    layers="h",
-    counts=("num_heads",),
-    attention=("self_attention",),
-    kv_heads="num_attention_heads",
-)
+# Here a key head's queries, it and its value may lie behind each other.
+_FALCON = _BLOOM._replace(kv_heads="num_attention_heads")
 _MLLAMA = _Plan(
     {
         **{f"{name}.{part}_proj": "colwise" for name in ("self_attn", "cross_attn") for part in "qkv"},
