@@ -16,7 +16,7 @@ good it has by then. Ranks use their KV memory from block to block, and are not 
 
 
 class ProcessUsage(NamedTuple):
-    """Of one process."""
+    """Memory and file descriptors of one process."""
 
     pid: int
     memory: int

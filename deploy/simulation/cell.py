@@ -62,7 +62,7 @@ CellOrder = StartEngine | DrainEngine | DeliverRequest
 
 
 class CellState(NamedTuple):
-    """How far a cell is."""
+    """How far a cell's simulation has come."""
 
     next_at: float
     """When something happens in it next by itself; infinity for never."""

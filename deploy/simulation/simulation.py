@@ -23,7 +23,7 @@ HEAD_START = 1.0
 
 @dataclass(slots=True)
 class SimulationResult:
-    """All that happened."""
+    """All that happened in a simulation."""
 
     sent: list[SentRequest]
     """All requests, in the order in which they came to the coordinator."""

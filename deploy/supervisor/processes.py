@@ -244,7 +244,7 @@ class RemoteSite(NamedTuple):
 
 
 class RemoteCommand(NamedTuple):
-    """A program to run there."""
+    """A program to run on another host."""
 
     arguments: tuple[str, ...]
     """Of that machine's Python."""

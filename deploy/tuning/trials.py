@@ -16,7 +16,7 @@ class TrialFailed(Exception):
 
 
 class FinishedTrial(NamedTuple):
-    """What came of some settings."""
+    """What a server with some settings was measured to do."""
 
     number: int
     settings: Settings

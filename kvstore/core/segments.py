@@ -57,7 +57,7 @@ class Segment:
 
 
 class RecordPlace(NamedTuple):
-    """Where a block lies."""
+    """Where a block's record lies: segment and index."""
 
     segment: Segment
     record: int

@@ -11,7 +11,7 @@ MAX_AWAITED = 1024
 
 
 class CommitWatch:
-    """Owns the waits. One event loop."""
+    """Owns the waits for blocks to be committed. Used on one event loop."""
 
     def __init__(self) -> None:
         self._awaited: dict[tuple[str, BlockHash], list[asyncio.Future[bool]]] = {}

@@ -35,7 +35,7 @@ class TargetOptions(NamedTuple):
 
 
 class LoadOptions(Struct, frozen=True, kw_only=True):
-    """Of every benchmark that loads a server."""
+    """Options of every benchmark that loads a server."""
 
     target: TargetOptions
     output: OutputOptions
@@ -52,7 +52,7 @@ class LoadOptions(Struct, frozen=True, kw_only=True):
 
 
 class BatchOptions(LoadOptions, frozen=True, kw_only=True):
-    """Of `latency` and of `throughput`."""
+    """Options of `latency` and of `throughput`."""
 
     input_len: int
     output_len: int

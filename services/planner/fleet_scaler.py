@@ -16,11 +16,11 @@ SCALE_TIMEOUT = 35.0
 
 
 class ScalingRefused(Exception):
-    """It is not done, and would not be done another time; the text says why."""
+    """The pool was not scaled, and would not be done another time; the text says why."""
 
 
 class ScalingFailed(Exception):
-    """It is not known to be done: nobody answered in time."""
+    """It is not known whether the pool was scaled: nobody answered in time."""
 
 
 class FleetScaler(Protocol):

@@ -349,7 +349,7 @@ class WorkerReport(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class SleepReport(Struct, frozen=True, array_like=True):
-    """Of a scheduler whose engine sleeps, or of a rank that does."""
+    """Reported by a scheduler whose engine sleeps, or by a rank that does."""
 
     level: SleepLevel
     model: ModelCard | None = None

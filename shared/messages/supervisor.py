@@ -54,7 +54,7 @@ class StrikeProcess(Struct, frozen=True, array_like=True, tag=True):
 
 
 class ProcessStruck(Struct, frozen=True, array_like=True, tag=True):
-    """It is done."""
+    """Reply to `StrikeProcess`: it is done."""
 
     pid: int
 

@@ -41,7 +41,7 @@ class Hop(NamedTuple):
 
 
 class RequestTrace(NamedTuple):
-    """A request's way."""
+    """A request's way through the services."""
 
     trace_id: str
     hops: tuple[Hop, ...]

@@ -52,7 +52,7 @@ class SilentConnection(ConnectionFault):
 
 
 class CutConnection(ConnectionFault):
-    """It breaks, and so does every new one for a while."""
+    """The connection breaks, and so does every new one for a while."""
 
     name = "cut"
     hold = 3.0

@@ -29,7 +29,7 @@ POLL = 0.1
 
 
 class Calm(Fault):
-    """Nothing at all: how long the good clients' pauses are without an attack."""
+    """No fault: shows how long the good clients' pauses are without an attack."""
 
     name = "calm"
     hold = 10.0

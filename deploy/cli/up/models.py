@@ -131,7 +131,7 @@ def _shown(value: Any) -> str:
 
 
 class Assignments(NamedTuple):
-    """What `--set` said."""
+    """The settings that `--set` assigns."""
 
     shared: list[str]
     """Of the whole stack: `SERVICE.KEY=VALUE` or `KEY=VALUE`."""

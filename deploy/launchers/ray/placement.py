@@ -14,7 +14,7 @@ LOCAL_SERVICES = frozenset({"gateway"})
 
 
 class Bundle(NamedTuple):
-    """Resources of one node."""
+    """Resources that are reserved on one node."""
 
     cpus: float
     gpus: int = 0

@@ -54,7 +54,7 @@ class OtherModel(Exception):
 
 
 class Chunk(NamedTuple):
-    """A chunk as it came."""
+    """A chunk of a file, as a peer sent it."""
 
     number: int
     data: memoryview

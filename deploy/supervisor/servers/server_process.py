@@ -23,7 +23,7 @@ END_DEADLINE = 2.0
 
 
 class ServerNotStarted(Exception):
-    """It never listened; the text shows its last words."""
+    """The server never listened; the text shows the end of its log."""
 
 
 def free_port(host: str = HOST) -> int:

@@ -26,7 +26,7 @@ SERVERS = (NATS, REDIS, FEDERATION, KEEPER, MODEL_SERVER)
 
 
 class StackServers:
-    """Owns them: started in order, ended in the opposite one, and started again where one dies."""
+    """Owns a stack's servers: started in order, ended in the opposite one, and started again where one dies."""
 
     def __init__(self, spec: StackSpec, children: ChildProcesses, logs: LogFolder) -> None:
         self._children, self._logs = children, logs

@@ -12,7 +12,7 @@ TEMPLATES = 2
 
 
 class Templates:
-    """Owns both."""
+    """Owns both template processes."""
 
     def __init__(self, workers: Collection[str], services: Collection[str], notify: Callable[[], None]) -> None:
         """`workers`, `services`: modules of the programs; another service is started without. `notify`: called when a

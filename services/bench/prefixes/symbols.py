@@ -28,7 +28,7 @@ class Alphabet(Protocol):
 
 
 class CharacterAlphabet:
-    """By the characters of text."""
+    """Symbols are the characters of text."""
 
     unit: Unit = "chars"
 
@@ -59,7 +59,7 @@ class WordAlphabet:
 
 
 class TokenAlphabet:
-    """By the ids of a tokenizer, special tokens in front included, or as a file gives them."""
+    """Symbols are the ids of a tokenizer, special tokens in front included, or as a file gives them."""
 
     unit: Unit = "tokens"
 
@@ -81,7 +81,7 @@ class TokenAlphabet:
 
 
 class BlockAlphabet:
-    """By the hashes of blocks that a trace has in place of its prompts."""
+    """Symbols are the hashes of blocks that a trace has in place of its prompts."""
 
     unit: Unit = "blocks"
 

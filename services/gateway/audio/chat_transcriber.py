@@ -18,7 +18,7 @@ from shared.messages.tokenizer import ChatPrompt
 
 
 class ChatTranscriber(Transcriber):
-    """Of one request to such a model. Used once."""
+    """Transcribes one request by such a model. Used once."""
 
     def __init__(self, sounds: SoundModel, chat: TranscriptionChat, *given: Any) -> None:
         """`given`: see Transcriber."""

@@ -48,7 +48,7 @@ class _TimelessPieces(ResponseWriter):
 
 
 class WhisperTranscriber(Transcriber):
-    """Of one request to a model of Whisper's kind. Used once."""
+    """Transcribes one request by a model of Whisper's kind. Used once."""
 
     def __init__(self, audio: AudioModel, *given: Any) -> None:
         """`given`: see Transcriber."""

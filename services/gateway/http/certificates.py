@@ -18,7 +18,7 @@ class CertificateError(Exception):
 
 
 class CertificateFiles(NamedTuple):
-    """PEM files."""
+    """The PEM files of a server's certificate and its authorities."""
 
     certificate: Path
     """With what links it to its authority."""

@@ -51,7 +51,7 @@ MAX_FILE_FRAMES = 2**20
 
 
 class VideoShape(Struct, frozen=True, array_like=True, tag=True):
-    """What will come."""
+    """How many frames will come, and of which size."""
 
     width: int
     height: int

@@ -39,7 +39,7 @@ CORRECTED_UTILIZATION = 0.9
 
 
 class FleetProfiles(NamedTuple):
-    """Of the fleet's engines, by what they do. One with `decode` is disaggregated."""
+    """Profiles of the fleet's engines, by what they do. One with `decode` is disaggregated."""
 
     mixed: EngineProfile
     """Or of the prefill engines."""

@@ -132,7 +132,7 @@ NO_COPIES = StateCopies()
 
 
 class EncodedRows(NamedTuple):
-    """Of a step, on the host."""
+    """The encoded rows of a step, on the host."""
 
     tables: Int32s
     """[n, width] the blocks of the rows that each row of the step attends to."""

@@ -1,8 +1,7 @@
 """How a step's rows reach the device: packed in one buffer, sent in one copy that nobody waits for.
 
-Steps are launched ahead of the device, so the page-locked buffers take turns: one is
-written
-again only when what it held has left it.
+Steps are launched ahead of the device, so the page-locked buffers take turns: one is written again
+only when what it held has left it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _FIRST_CAPACITY = 1 << 16
 
 
 class Staging(Protocol):
-    """Used from one thread."""
+    """Copies what a step needs to the device. Used from one thread."""
 
     def place(self, rows: Rows, logits_rows: Int32s) -> tuple[Tensor, BatchMeta]:
         """The rows' token ids [n] and the rest, on the device, in the order of its current stream.

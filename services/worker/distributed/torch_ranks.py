@@ -60,14 +60,14 @@ class RankTopology(Struct, frozen=True):
 
 
 class Joined(NamedTuple):
-    """The ways to the other ranks."""
+    """What connects a rank with the others of its engine."""
 
     communicator: TorchCommunicator
     pipeline: TorchPipeline
 
 
 class JoinedGroup(NamedTuple):
-    """The ways to the other ranks of a data-parallel group."""
+    """What connects a rank with the others of its data-parallel group."""
 
     communicator: Communicator
     """To those of the engine."""
@@ -266,7 +266,7 @@ class TorchCommunicator:
 
 
 class RankGroup:
-    """One rank's way to all ranks of its data-parallel group, which are processes of one host."""
+    """Connects a rank with all ranks of its data-parallel group, which are processes of one host."""
 
     def __init__(self, place: GroupTopology, exchange: HostExchange) -> None:
         self.place = place

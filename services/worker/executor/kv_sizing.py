@@ -181,7 +181,7 @@ class DeviceMemory(Struct, frozen=True, kw_only=True):
 
 
 class KvSize(Struct, frozen=True):
-    """What a rank is given."""
+    """How much KV memory a rank is given."""
 
     num_blocks: int
     max_model_len: int

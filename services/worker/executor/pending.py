@@ -136,7 +136,7 @@ class _PendingStep(NamedTuple):
 
 
 class PendingSteps:
-    """Owns them. Finishing one waits until the device is done with it."""
+    """Owns the batches that the device has been given. Finishing one waits until the device is done with it."""
 
     def __init__(self, rank: RankState) -> None:
         self._rank = rank

@@ -14,7 +14,7 @@ Replay = Callable[[], None]
 
 
 class Capture(Protocol):
-    """All that one of them captured shares its scratch memory, so replays may not overlap."""
+    """Captures launches and replays them. All that one captured shares its scratch memory: replays may not overlap."""
 
     def capture(self, work: Callable[[], None]) -> Replay:
         """`work` is run twice: the first time to pay whatever is paid once. It waits for nothing, and reads and writes

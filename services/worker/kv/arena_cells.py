@@ -39,7 +39,7 @@ MakeCells = Callable[[RankHeads], ArenaCells]
 
 
 class PlainArenaCells:
-    """By numpy and xxhash."""
+    """`ArenaCells` by numpy and xxhash."""
 
     def __init__(self, heads: RankHeads) -> None:
         self._heads = heads

@@ -73,13 +73,13 @@ class BrokenTransfer(Exception):
 
 
 class TransferFailed(Exception):
-    """What the store's side of it lacks; the text says what."""
+    """A transfer for which the store's side lacks something; the text says what."""
 
     outcome: Outcome = "failed"
 
 
 class LateCopy(TransferFailed):
-    """A slot is no longer reserved or pinned for it."""
+    """The transfer came too late: a slot is no longer reserved or pinned for it."""
 
     outcome = "late"
 

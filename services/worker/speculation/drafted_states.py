@@ -28,7 +28,7 @@ class _Layer(NamedTuple):
 
 
 class DraftedStates:
-    """Of one step; see :class:`services.worker.ops.interface.StateTrial`."""
+    """The states that one step's drafts came to; see :class:`services.worker.ops.interface.StateTrial`."""
 
     def __init__(self, ops: StateOps, batch: Batch, meta: BatchMeta) -> None:
         """`meta`: of the step, in which each draft is a sequence of its own."""

@@ -20,7 +20,7 @@ _FIELDS = ("type", "trigger", "keep", "clear_at_least", "exclude_tools", "clear_
 
 
 class ToolClearing(Struct, frozen=True, kw_only=True):
-    """One such edit, checked."""
+    """One edit that clears results of tools, checked."""
 
     above_tokens: int | None = None
     """Tokens of the whole prompt above which it is applied."""

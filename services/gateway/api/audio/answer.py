@@ -15,7 +15,7 @@ _PLAIN = b"text/plain; charset=utf-8"
 
 
 class Transcript(NamedTuple):
-    """All that was said in a sound."""
+    """All that was said in a recording."""
 
     seconds: float
     """Of the sound."""

@@ -12,7 +12,7 @@ FilePurpose = Literal["batch", "batch_output"]
 
 
 class ExpiresAfter(Struct, frozen=True, forbid_unknown_fields=True):
-    """When a file goes."""
+    """When a file is to be deleted."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]

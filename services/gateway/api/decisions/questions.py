@@ -45,7 +45,7 @@ class ChoiceQuestion(Named, tag_field="type", tag="choice", kw_only=True):
 
 
 class Level(Struct, forbid_unknown_fields=True):
-    """One of a scale's."""
+    """One level of a scale."""
 
     label: str
     description: str = ""

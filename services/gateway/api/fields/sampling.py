@@ -11,7 +11,7 @@ from services.gateway.api.structured_outputs import StructuredOutputs
 
 
 class SamplingFields(Struct, kw_only=True):
-    """Those that OpenAI's API, vLLM's and SGLang's have. Null means the model's default, or the neutral value."""
+    """The fields of OpenAI's API, vLLM's and SGLang's alike. Null means the model's default, or the neutral value."""
 
     n: int | None = None
     """Choices for each prompt."""

@@ -17,7 +17,7 @@ KEY_NAME = re.compile(r"[^<>\n]*")
 
 
 class Glm45:
-    """Reads them, with or without line breaks between the marks. Only a value's own end mark ends it."""
+    """Reads GLM's calls, with or without line breaks between the marks. Only a value's own end mark ends it."""
 
     openings = CallOpenings(anywhere=(START,))
 

@@ -12,8 +12,8 @@ TAGS = ("<|tool_call|>", "<tool_call>")
 
 
 class Granite:
-    """Reads them. Without a tag only its form shows that a list holds calls, so they must be of the request's functions
-    and have no other keys than calls."""
+    """Reads Granite's calls. Without a tag only its form shows that a list holds calls, so they must be of the
+    request's functions and have no other keys than calls."""
 
     openings = CallOpenings(anywhere=TAGS, line_start=("[",))
 

@@ -22,7 +22,7 @@ NAMED = re.compile(r"(?:functions\.)?(.+):([0-9]+)")
 
 
 class KimiK2:
-    """Reads them. What comes before the arguments is the call's id: the chat template writes it in later turns."""
+    """Reads Kimi's calls. Before the arguments comes the call's id, which the chat template writes in later turns."""
 
     openings = SECTION.openings
 

@@ -12,8 +12,8 @@ TAGS, END = ("<|python_tag|>", "<|python_start|>"), "<|python_end|>"
 
 
 class Llama3Json:
-    """Reads them. Without a tag only its form shows that an object is a call, so it must name a function of the request
-    and have no other keys than a call."""
+    """Reads Llama's calls. Without a tag only its form shows that an object is a call, so it must name a function of
+    the request and have no other keys than a call."""
 
     openings = CallOpenings(anywhere=TAGS, line_start=("{",))
 

@@ -16,7 +16,7 @@ NAME = re.compile(r"[^\s\[\](){},='\"]*")
 
 
 class Pythonic:
-    """Reads them. Without a tag a list in brackets may be anything, so its calls must be of the request's functions."""
+    """Reads pythonic calls. Without a tag a list may be anything, so its calls must be of the request's functions."""
 
     def __init__(self, functions: Collection[str]) -> None:
         self._functions = functions
