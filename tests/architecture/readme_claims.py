@@ -112,6 +112,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
         "tests/integration/shared_stacks/test_vllms_api.py",
         "tests/integration/shared_stacks/test_anthropic.py",
         "tests/actors/gateway/test_ollama.py",
+        "tests/actors/gateway/test_cohere.py",
         "tests/integration/shared_stacks/test_sglang.py",
     ),
     "Output": (

@@ -32,6 +32,7 @@ from services.gateway.api.decisions.request import DecisionFields
 from services.gateway.api.fields.generation import CommonFields
 from services.gateway.api.fields.ranges import RANGES, AllowedRange
 from services.gateway.api.fields.stored_chat import StoredChatUpdateFields
+from services.gateway.api.ollama.embeddings import OllamaEmbeddingsFields, OllamaEmbedFields
 from services.gateway.api.ollama.request import OllamaChatFields, OllamaGenerateFields, ShowFields
 from services.gateway.api.pooling.classification import ClassificationFields
 from services.gateway.api.pooling.cohere import CohereEmbedFields
@@ -157,7 +158,9 @@ OPERATIONS = (
     Operation("GET", "/v1/messages/batches/{name}/results", "Its results.", None, ("application/x-jsonl",)),
     Operation("POST", "/api/chat", "The same as Ollama's API has it.", OllamaChatFields, LINES),
     Operation("POST", "/api/generate", "Go on from one prompt, as Ollama's API has it.", OllamaGenerateFields, LINES),
-    Operation("GET", "/api/tags", "All models that generate, as Ollama's API lists them."),
+    Operation("POST", "/api/embed", "Vectors of texts, as Ollama's API has them.", OllamaEmbedFields),
+    Operation("POST", "/api/embeddings", "A vector of one text, in its older form.", OllamaEmbeddingsFields),
+    Operation("GET", "/api/tags", "All models, as Ollama's API lists them."),
     Operation("GET", "/api/ps", "The same, as models that are loaded."),
     Operation("POST", "/api/show", "One of them.", ShowFields),
     Operation("GET", "/api/version", "The version of the server, for Ollama's clients."),
@@ -178,6 +181,7 @@ OPERATIONS = (
     Operation("POST", "/v2/rerank", "The same as /rerank, as version 2 of Cohere's API has it.", RerankFields),
     Operation("POST", "/v2/embed", "Vectors of texts, as version 2 of Cohere's API has them.", CohereEmbedFields),
     Operation("POST", "/v2/chat", "A chat, as version 2 of Cohere's API has it.", CohereChatFields, GENERATED),
+    Operation("POST", "/cohere/v2/chat", "The same, by vLLM's path.", CohereChatFields, GENERATED),
     Operation("POST", "/v1/files", "Upload the requests of a batch.", UploadFields, form=True),
     Operation("GET", "/v1/files", "The key's files.", parameters=("after", "limit", "order", "purpose")),
     Operation("GET", "/v1/files/{name}", "One of them."),

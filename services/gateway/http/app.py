@@ -24,6 +24,7 @@ SERVED = (
     "/v1/",
     "/invocations",
     "/v2/",
+    "/cohere/",
     "/api/",
     "/generate",
     "/generative_scoring",

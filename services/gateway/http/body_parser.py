@@ -33,6 +33,7 @@ from services.gateway.api.completions import read_completion
 from services.gateway.api.decisions.request import read_decisions
 from services.gateway.api.errors import RequestError
 from services.gateway.api.generation import GenerationKind, GenerationRequest, RequestLimits
+from services.gateway.api.ollama.embeddings import read_ollama_embed, read_ollama_embeddings
 from services.gateway.api.ollama.request import read_ollama_chat, read_ollama_generate
 from services.gateway.api.pooling.classification import read_classification
 from services.gateway.api.pooling.cohere import read_cohere_embed
@@ -84,6 +85,8 @@ BodyKind = Literal[
     "input_tokens",
     "messages_cleared",
     "ollama_chat",
+    "ollama_embed",
+    "ollama_embeddings",
     "ollama_generate",
     "tokenize",
     "tool_clearing",
@@ -144,6 +147,8 @@ _WITH_LIMITS: dict[BodyKind, Callable[[bytes, _Cards, RequestLimits], Any]] = {
     "decision": read_decisions,
     "embedding": read_embedding,
     "generative_score": read_generative_scores,
+    "ollama_embed": read_ollama_embed,
+    "ollama_embeddings": read_ollama_embeddings,
     "pooling": read_pooling_request,
     "rerank": read_rerank,
     "score": read_score,

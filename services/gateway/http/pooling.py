@@ -25,7 +25,17 @@ LARGE_ANSWER = 2**20
 ANSWER_SHARE = 11
 """...as so many times their bytes: as JSON, and once more while it is joined."""
 
-PooledKind = Literal["embedding", "pooling", "classification", "score", "rerank", "cohere_rerank", "cohere_embed"]
+PooledKind = Literal[
+    "embedding",
+    "pooling",
+    "classification",
+    "score",
+    "rerank",
+    "cohere_rerank",
+    "cohere_embed",
+    "ollama_embed",
+    "ollama_embeddings",
+]
 
 _PREFIXES: dict[PooledKind, str] = {
     "embedding": "embd",
@@ -35,6 +45,8 @@ _PREFIXES: dict[PooledKind, str] = {
     "rerank": "rerank",
     "cohere_rerank": "rerank",
     "cohere_embed": "embd",
+    "ollama_embed": "embd",
+    "ollama_embeddings": "embd",
 }
 """What the ids of responses begin with."""
 

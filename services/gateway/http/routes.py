@@ -117,7 +117,7 @@ MODELS = OPENAI._replace(for_anthropic=ANTHROPIC)
 
 def shape_of(path: str) -> ApiShape:
     """Returns the shape of the API that a path belongs to, served or not."""
-    beginnings = {"/v1/messages": ANTHROPIC, "/api/": OLLAMA, "/v2/": COHERE}
+    beginnings = {"/v1/messages": ANTHROPIC, "/api/": OLLAMA, "/v2/": COHERE, "/cohere/": COHERE}
     return next((shape for beginning, shape in beginnings.items() if path.startswith(beginning)), OPENAI)
 
 
@@ -218,6 +218,8 @@ class _Routes:
         return [
             route("POST", "/api/chat", chat, "inference", OLLAMA, media=True),
             route("POST", "/api/generate", generate, "inference", OLLAMA, media=True),
+            route("POST", "/api/embed", self._pooled("ollama_embed"), "inference", OLLAMA),
+            route("POST", "/api/embeddings", self._pooled("ollama_embeddings"), "inference", OLLAMA),
             route("GET", "/api/tags", models.tags, "read-only", OLLAMA),
             route("GET", "/api/ps", models.running, "read-only", OLLAMA),
             route("POST", "/api/show", models.show, "read-only", OLLAMA),
@@ -225,8 +227,11 @@ class _Routes:
         ]
 
     def cohere(self) -> list[Route]:
-        """Version 2 of Cohere's chats; its embeddings and reranking are among what reads prompts alone."""
-        return [self._route("POST", "/v2/chat", CohereChatEndpoint(*self._generating), "inference", COHERE, media=True)]
+        """Version 2 of Cohere's chats, by vLLM's path, too; embeddings and reranking are among what reads prompts."""
+        chat = CohereChatEndpoint(*self._generating)
+        return [
+            self._route("POST", path, chat, "inference", COHERE, media=True) for path in ("/v2/chat", "/cohere/v2/chat")
+        ]
 
     def pooling(self) -> list[Route]:
         """What reads prompts and generates nothing."""

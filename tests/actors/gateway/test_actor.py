@@ -459,8 +459,9 @@ async def test_what_is_not_there_is_said_as_json(stack: GatewayStack) -> None:
         "/v1/completions/render, /v1/decisions, /v1/audio/transcriptions, /v1/audio/translations, /generate, "
         "/inference/v1/generate, /generative_scoring, /invocations, /tokenize, /detokenize, /v1/models, /v1/responses, "
         "/v1/responses/input_tokens, /v1/conversations, /v1/messages, /v1/messages/render, "
-        "/v1/messages/count_tokens, /api/chat, /api/generate, /api/tags, /api/ps, /api/show, /api/version, "
-        "/v2/chat, /v1/embeddings, /pooling, /classify, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank, /v2/embed, "
+        "/v1/messages/count_tokens, /api/chat, /api/generate, /api/embed, /api/embeddings, /api/tags, /api/ps, "
+        "/api/show, /api/version, /v2/chat, /cohere/v2/chat, "
+        "/v1/embeddings, /pooling, /classify, /score, /v1/score, /rerank, /v1/rerank, /v2/rerank, /v2/embed, "
         "/v1/files, /v1/batches, /v1/messages/batches, /tokenizer_info, /v1/load_lora_adapter, /v1/unload_lora_adapter"
     )
     assert images.json()["error"]["message"] == f"POST /v1/images/generations: Not Found; served are {served}"

@@ -22,14 +22,17 @@ TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters":
 DOCUMENT: Any = {"type": "document", "document": {"data": {"wind": 3}, "id": "7"}}
 
 
-def client_of(stack: GatewayStack) -> cohere.AsyncClientV2:
-    return cohere.AsyncClientV2("key-1", base_url=stack.url)
+def client_of(stack: GatewayStack, path: str = "") -> cohere.AsyncClientV2:
+    return cohere.AsyncClientV2("key-1", base_url=stack.url + path)
 
 
 async def test_a_stream_says_what_the_whole_answer_says(memory_bus: MemoryBus) -> None:
-    async with gateway_stack(memory_bus) as stack, client_of(stack) as client:
+    async with gateway_stack(memory_bus) as stack, client_of(stack) as client, client_of(stack, "/cohere") as vllms:
         fields: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 8, "logprobs": True}
-        whole: Any = await client.chat(**fields)
+        whole: Any = await vllms.chat(**fields)
+        with pytest.raises(ApiError) as refused:
+            await vllms.chat(model="other", messages=HELLO)
+        assert (refused.value.status_code, "does not exist" in refused.value.body["message"]) == (404, True)
         events: list[Any] = [event async for event in client.chat_stream(**fields)]
     [part] = whole.message.content
     assert (part.type, part.text, whole.finish_reason) == ("text", said(8), "MAX_TOKENS")

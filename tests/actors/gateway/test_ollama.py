@@ -8,13 +8,16 @@ from typing import Any
 
 import ollama
 import pytest
+from msgspec.structs import replace
 
+from services.gateway.core.cluster import ClusterView
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.dialects import Dialect
 from shared.messages.tokenizer import Tokenize
 from tests.actors.gateway.test_tool_calls import PARIS, ROME, TOOLS, speaking
 from tests.support.gateway.fake_services import MODEL, eventually, said
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
+from tests.support.gateway.model_cards import vectors_card
 from tests.support.gateway.tool_calls import written
 
 HELLO: Any = [{"role": "user", "content": "what is the weather"}]
@@ -102,7 +105,9 @@ async def test_a_client_that_leaves_frees_its_request(stack: GatewayStack, clien
     await eventually(lambda: len(stack.gateway.requests) == 0)
 
 
-async def test_models_are_listed_and_shown(stack: GatewayStack, client: ollama.AsyncClient) -> None:
+async def test_models_are_listed_and_shown(
+    stack: GatewayStack, client: ollama.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     [model] = (await client.list()).models
     assert model.model == MODEL
     [running] = (await client.ps()).models
@@ -114,6 +119,10 @@ async def test_models_are_listed_and_shown(stack: GatewayStack, client: ollama.A
     assert all(map(str.isdigit, numbers.split("."))), "as Open WebUI compares them"
     loaded = await client.chat(model=MODEL, messages=[])
     assert (loaded.done, loaded.done_reason) == (True, "load")
+    silent = replace(vectors_card(4), name=MODEL, generates=False)
+    monkeypatch.setattr(ClusterView, "models", lambda _: [silent])
+    assert [each.model for each in (await client.list()).models] == [MODEL]
+    assert (await client.show(MODEL)).capabilities == ["embedding"]
 
 
 async def test_errors_are_those_that_the_client_knows(client: ollama.AsyncClient) -> None:

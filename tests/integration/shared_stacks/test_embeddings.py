@@ -9,6 +9,7 @@ from typing import Any
 import cohere
 import httpx2
 import numpy as np
+import ollama
 import openai
 import pytest
 import torch
@@ -112,6 +113,27 @@ async def test_vectors_by_coheres_client(stack: RunningStack, reference: Referen
     assert answer.meta is not None
     assert answer.meta.billed_units is not None
     assert answer.meta.billed_units.input_tokens == sum(map(len, tokens))
+
+
+async def test_vectors_by_ollamas_client(stack: RunningStack, reference: Reference) -> None:
+    async with ollama.AsyncClient(host=stack.url) as client:
+        answer = await client.embed(model=f"{stack.model}:latest", input=TEXTS, dimensions=16)
+        cut = await client.embed(model=stack.model, input=TEXTS[0], options={"num_ctx": 2}, keep_alive="5m")
+        alone = await client.embeddings(model=stack.model, prompt=TEXTS[1])
+        for refused in (
+            client.embed(model=stack.model, input=" a" * 3000, truncate=False),
+            client.embed(model=stack.model, input="a", keep_alive=0),
+        ):
+            with pytest.raises(ollama.ResponseError) as error:
+                await refused
+            assert error.value.status_code == 400
+        assert "embedding" in ((await client.show(stack.model)).capabilities or ())
+    tokens = [reference.tokens(text) for text in TEXTS]
+    for wanted, one in zip(tokens, answer.embeddings, strict=True):
+        equal(list(one), reference.last(wanted, 16))
+    assert (answer.model, answer.prompt_eval_count) == (stack.model, sum(map(len, tokens)))
+    equal(list(cut.embeddings[0]), reference.last(tokens[0][:2]))
+    equal(list(alone.embedding), reference.hidden(tokens[1])[-1])
 
 
 async def test_many_inputs_of_one_request(client: AsyncOpenAI, stack: RunningStack, reference: Reference) -> None:

@@ -86,6 +86,7 @@ class MessagesFields(MessagesTokensFields, kw_only=True, forbid_unknown_fields=T
     # vLLM's.
     vllm_xargs: dict[str, Any] | None = None
     kv_transfer_params: Any = None
+    cache_salt: str | None = None
     # Baton's.
     priority: int | None = None
 
@@ -126,7 +127,7 @@ def read_messages(
     chat.stop, chat.stream = fields.stop_sequences, fields.stream
     chat.temperature, chat.top_p, chat.top_k = fields.temperature, fields.top_p, fields.top_k
     chat.vllm_xargs, chat.kv_transfer_params = fields.vllm_xargs, fields.kv_transfer_params
-    chat.priority = fields.priority
+    chat.priority, chat.cache_salt = fields.priority, fields.cache_salt
     dialect = OutputDialect() if dialect_of is None else dialect_of(card.name)
     thinking = fields.thinking
     if thinking is not None and thinking.type == "enabled":

@@ -75,6 +75,8 @@ class CohereChatFields(Struct, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     thinking: CohereThinkingFields | None = None
     priority: int | None = None
+    # vLLM's.
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(CohereChatFields)
@@ -114,6 +116,8 @@ def read_cohere_chat(
     chat.documents = _documents(fields.documents, card, dialect)
     chat.response_format = _response_format(fields.response_format)
     _think(chat, fields.thinking, card, dialect)
+    if fields.chat_template_kwargs is not None:
+        chat.chat_template_kwargs = {**(chat.chat_template_kwargs or {}), **fields.chat_template_kwargs}
     try:
         return chat_request(chat, cards, limits, dialect_of, kind="cohere")
     except RequestError as error:

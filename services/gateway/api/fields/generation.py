@@ -61,6 +61,7 @@ class CommonFields(VllmSamplingFields, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
+    mm_payload: str | None = None
     return_mm_kwargs: bool | None = None
     safety_identifier: str | None = None
     session_id: str | None = None
@@ -79,7 +80,7 @@ class CommonFields(VllmSamplingFields, kw_only=True):
 
 WITHOUT_EFFECT = frozenset(
     {"prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
-    | {"return_mm_kwargs", "safety_identifier", "session_id", "user"}
+    | {"mm_payload", "return_mm_kwargs", "safety_identifier", "session_id", "user"}
 )
 """What clients may send, and no answer depends on."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -136,7 +136,7 @@ def read_ollama_chat(
 ) -> GenerationRequest | ModelNameOnly:
     """Reads and checks a body of `/api/chat`; see `read_chat`. Raises RequestError."""
     fields = decode_body(body, _chat_decoder)
-    card = _card(fields, cards)
+    card = check_generates(named_card(fields, cards))
     if not fields.messages:
         return _loaded(fields, card)
     messages = _messages(fields.messages)
@@ -148,7 +148,7 @@ def read_ollama_generate(
 ) -> GenerationRequest | ModelNameOnly:
     """Reads and checks a body of `/api/generate`. Raises RequestError."""
     fields = decode_body(body, _generate_decoder)
-    card = _card(fields, cards)
+    card = check_generates(named_card(fields, cards))
     for name, what in (
         ("suffix", "a suffix"),
         ("template", "a template of the client's"),
@@ -211,15 +211,28 @@ def _chat(
         raise _in_their_words(error) from None
 
 
-def _card(fields: OllamaFields, cards: list[ModelCard]) -> ModelCard:
-    """The model, without the tag that Ollama's clients append. Raises RequestError."""
+class _Naming(Protocol):
+    """Fields that name a model."""
+
+    model: str
+
+
+def named_card(fields: _Naming, cards: list[ModelCard]) -> ModelCard:
+    """Returns the model that is named, from then on without the tag that Ollama's clients append. Raises
+    RequestError."""
     try:
-        return check_generates(choose_model(fields.model, cards))
+        return choose_model(fields.model, cards)
     except RequestError as error:
         if error.status != 404 or not fields.model.endswith(LATEST):
             raise
     fields.model = fields.model.removesuffix(LATEST)
-    return check_generates(choose_model(fields.model, cards))
+    return choose_model(fields.model, cards)
+
+
+def check_context(tokens: int | None, card: ModelCard) -> None:
+    """Raises RequestError 400 where the option `num_ctx` asks for a longer context than the model has."""
+    if tokens is not None and tokens > card.max_model_len:
+        raise not_allowed("options.num_ctx", tokens, f"{card.name} has {card.max_model_len} tokens")
 
 
 def _loaded(fields: OllamaFields, card: ModelCard) -> ModelNameOnly:
@@ -245,8 +258,7 @@ def _fill(target: CommonFields, fields: OllamaFields, card: ModelCard) -> None:
             continue  # nothing is penalised
         if given is not None and given != neutral:
             raise not_allowed(f"options.{name}", given, f"only {json.dumps(neutral)}, which changes nothing, is")
-    if options.num_ctx is not None and options.num_ctx > card.max_model_len:
-        raise not_allowed("options.num_ctx", options.num_ctx, f"{card.name} has {card.max_model_len} tokens")
+    check_context(options.num_ctx, card)
     if options.num_predict is not None and options.num_predict < 1 and options.num_predict not in (-1, -2):
         raise not_allowed("options.num_predict", options.num_predict, "at least 1, or -1 for no limit")
     target.model = fields.model

@@ -50,6 +50,8 @@ class PoolingFields(EmbeddingFields, kw_only=True):
     """Which tokens are judged, of a model that judges steps; by default those that its settings or files say."""
     returned_token_ids: list[int] | None = None
     """What such a model judges by: tokens of a language model, else numbers of labels. By default all that it has."""
+    # Not supported.
+    data: Any = None
 
 
 class EmbeddingRequest(NamedTuple):
@@ -119,6 +121,8 @@ def read_pooling_request(body: bytes, cards: list[ModelCard], limits: RequestLim
     fields = decode_body(body, _pooling_decoder)
     card = choose_model(fields.model, cards)
     pooling = pooling_of(card)
+    if fields.data is not None:
+        raise unsupported("data", "what a plug-in reads")
     tasks = _pooling_tasks(pooling)
     if fields.task not in (None, *tasks):
         raise not_allowed("task", fields.task, f"this model serves {' and '.join(map(repr, tasks))}")

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from services.gateway.api.errors import RequestError, invalid, not_allowed
+from services.gateway.api.errors import RequestError, invalid, not_allowed, unsupported
 from services.gateway.api.fields.generation import check_processor_settings, check_request_id
 from services.gateway.api.fields.ranges import RANGES
 from services.gateway.api.generation import (
@@ -75,6 +75,8 @@ class PooledInputFields(PooledFields, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    # Not supported.
+    media_io_kwargs: Any = None
 
 
 class PooledRequest(Protocol):
@@ -116,6 +118,8 @@ def input_prompts(fields: PooledInputFields, card: ModelCard, limits: RequestLim
     """Returns the prompts of `input`. Raises RequestError 400."""
     if fields.messages is not None and fields.input:
         raise invalid("messages", "not allowed together with input")
+    if fields.media_io_kwargs:
+        raise unsupported("media_io_kwargs", "how media are read")
     field = "input" if fields.messages is None else "messages"
     given = fields.input if fields.messages is None else fields.messages
     if given is None:

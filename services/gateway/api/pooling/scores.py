@@ -44,6 +44,9 @@ class ScoreOptionFields(PooledFields, kw_only=True):
     # Not supported. Refused rather than ignored, as the answer would differ from what the client expects.
     max_chunks_per_doc: Any = None
     rank_fields: Any = None
+    instruction: Any = None
+    chat_template_kwargs: Any = None
+    relevant_spans: Any = None
 
 
 class ScoreFields(ScoreOptionFields, kw_only=True):
@@ -175,6 +178,13 @@ class RerankRequest(NamedTuple):
         return msgspec.json.encode(answer)
 
 
+_UNSUPPORTED = {
+    "max_chunks_per_doc": "choosing parts of documents",
+    "rank_fields": "choosing parts of documents",
+    "instruction": "an instruction (of a model that reads one: put it before the query)",
+    "chat_template_kwargs": "a variable of the template",
+    "relevant_spans": "showing which parts of a document are relevant",
+}
 _score_decoder = msgspec.json.Decoder(ScoreFields)
 _rerank_decoder = msgspec.json.Decoder(RerankFields)
 
@@ -230,9 +240,9 @@ def _pair_scores(
     limits: RequestLimits,
 ) -> _PairScores:
     """Of the one, or each of `ones`, with each of `others`. `field`: the client's name of the latter."""
-    for name in ("max_chunks_per_doc", "rank_fields"):
-        if getattr(fields, name) is not None:
-            raise unsupported(name, "choosing parts of documents")
+    for name, what in _UNSUPPORTED.items():
+        if getattr(fields, name) not in (None, {}, "", {"mode": "disabled"}):
+            raise unsupported(name, what)
     if len(others) > limits.max_embeddings:
         raise invalid(field, f"{len(others)} texts are not allowed; at most {limits.max_embeddings} are")
     pooling = pooling_of(card, "embeddings", "labels")

@@ -152,7 +152,7 @@ class OllamaInfo:
         await call.respond_json({"version": self._version if released is None else released[0]})
 
     def _models(self, call: Call) -> list[tuple[ModelCard, ModelName]]:
-        cards = [card for card in self._table.cluster.models() if card.generates]
+        cards = [card for card in self._table.cluster.models() if card.generates or _makes_embeddings(card)]
         named = [(card, name) for card in cards for name in (card.name, *(lora.name for lora in card.loras))]
         allowed = [(card, name) for card, name in named if call.key.allows_model(name)]
         aliases = [(card, alias) for card in cards for alias in card.aliases]
@@ -162,7 +162,8 @@ class OllamaInfo:
 
     def _shown(self, card: ModelCard) -> dict[str, Any]:
         dialect = self._table.cluster.dialect(card.name)
-        can = ["completion"]
+        can = ["completion"] if card.generates else []
+        can += ["embedding"] if _makes_embeddings(card) else []
         can += ["tools"] if dialect.tools is not None else []
         can += ["vision"] if card.images is not None else []
         can += ["thinking"] if dialect.reasoning is not None else []
@@ -178,6 +179,10 @@ class OllamaInfo:
             },
             "capabilities": can,
         }
+
+
+def _makes_embeddings(card: ModelCard) -> bool:
+    return card.pooling is not None and card.pooling.makes == "embeddings"
 
 
 def _line(body: dict[str, Any]) -> bytes:

@@ -3,25 +3,39 @@ Responses and of what vLLM alone has are here, the others in test_every_field.py
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from cohere.v2.client import V2Client
+from openai.resources import Completions, Embeddings
+from openai.resources.chat import Completions as Chats
 
 from services.gateway.api.anthropic.request import MessagesTokensFields, read_messages
-from services.gateway.api.chat import read_chat
+from services.gateway.api.chat import ChatFields, read_chat
 from services.gateway.api.chat_batch import ChatBatchFields, read_chat_batch
+from services.gateway.api.completions import CompletionFields
 from services.gateway.api.decisions.request import DecisionFields, read_decisions
 from services.gateway.api.errors import RequestError
+from services.gateway.api.ollama.embeddings import (
+    OllamaEmbeddingsFields,
+    OllamaEmbedFields,
+    read_ollama_embed,
+    read_ollama_embeddings,
+)
 from services.gateway.api.openapi import OPERATIONS, openapi_page
+from services.gateway.api.pooling.cohere import CohereEmbedFields
+from services.gateway.api.pooling.embeddings import EmbeddingFields
+from services.gateway.api.pooling.scores import RerankFields
 from services.gateway.api.prompts import InvocationFields
-from services.gateway.api.responses.request import ResponsesFields, read_responses
+from services.gateway.api.responses.request import ResponseRequest, ResponsesFields, read_responses
 from services.gateway.api.sglang.request import SglangFields, SglangSamplingParams, read_sglang
 from services.gateway.api.tokens.generative_scores import GenerativeScoreFields, read_generative_scores
 from services.gateway.api.tokens.request import TokensFields, VllmSamplingParams, read_tokens
 from services.gateway.parsing.output_dialect import OutputDialect
-from tests.unit.gateway.api.test_every_field import CARD, ENDPOINTS, LIMITS, TOOL, Case, with_field
+from tests.unit.gateway.api.test_every_field import CARD, EMBEDS, ENDPOINTS, LIMITS, TOOL, Case, with_field
 
 SCORED = {"query": "is it?", "items": ["yes", "no"], "label_token_ids": [3, 4]}
 PLAIN_RESPONSE = {"model": "demo", "input": "hi"}
@@ -58,7 +72,7 @@ RESPONSES: dict[str, Case] = {
     "prompt_cache_key": Case("x"),
     "prompt_cache_retention": Case("24h"),
     "prompt_cache_options": Case({"mode": "explicit"}),
-    "service_tier": Case("auto"),
+    "service_tier": Case("flex"),
     "top_k": Case(5),
     "min_p": Case(0.1),
     "presence_penalty": Case(1),
@@ -220,6 +234,11 @@ CHAT_BATCH: dict[str, Case] = {
     "kv_transfer_params": Case({"do_remote_decode": True}),
     "store": Case(True),
 }
+OLLAMA: dict[str, Case] = {
+    "model": Case("adapter"),
+    "options": Case({"num_ctx": 9}),
+    "keep_alive": Case(0),
+}
 OF_OPERATORS = frozenset(
     (
         *("AbortFields", "ContinueFields", "DrainFields", "MemoryFields", "PauseFields", "ScaleFields"),
@@ -245,7 +264,10 @@ def dialect_of(_: Any) -> OutputDialect:
 
 
 def responses(body: bytes) -> Any:
-    return read_responses(body, [CARD], LIMITS, dialect_of)
+    """All of a request but its ids, which are drawn: with them no two requests were equal."""
+    asked = read_responses(body, [CARD], LIMITS, dialect_of)
+    assert isinstance(asked, ResponseRequest)
+    return asked.generation, asked.echoed, asked.store, asked.added, asked.background
 
 
 def sglang(body: bytes) -> Any:
@@ -287,6 +309,18 @@ def chat_batch(body: bytes) -> Any:
         (GenerativeScoreFields, GENERATIVE_SCORES, generative_scores, SCORED),
         (DecisionFields, DECISIONS, decisions, DECISION),
         (ChatBatchFields, CHAT_BATCH, chat_batch, {"messages": CHATS}),
+        (
+            OllamaEmbedFields,
+            OLLAMA | {"input": Case(["hi", "ho"]), "truncate": Case(False), "dimensions": Case(3)},
+            lambda body: read_ollama_embed(body, [EMBEDS], LIMITS),
+            {"model": "demo:latest", "input": "hi"},
+        ),
+        (
+            OllamaEmbeddingsFields,
+            OLLAMA | {"prompt": Case("ho")},
+            lambda body: read_ollama_embeddings(body, [EMBEDS], LIMITS),
+            {"model": "demo", "prompt": "hi"},
+        ),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
@@ -311,11 +345,28 @@ def test_each_field_changes_the_request_or_is_refused_by_name(
 def test_every_body_on_the_page_is_looked_at() -> None:
     page = msgspec.json.decode(openapi_page("1"))
     structs: list[type[msgspec.Struct]] = [*ENDPOINTS, ResponsesFields, SglangFields, ChatBatchFields]
-    structs += [TokensFields, GenerativeScoreFields, DecisionFields]
+    structs += [TokensFields, GenerativeScoreFields, DecisionFields, OllamaEmbedFields, OllamaEmbeddingsFields]
     looked_at = {struct.__name__ for struct in structs}
     bodies = {operation.body.__name__ for operation in OPERATIONS if operation.body is not None}
     assert bodies - looked_at == OF_OPERATORS | OF_FILES | ELSEWHERE
     assert bodies <= page["components"]["schemas"].keys()
+
+
+@pytest.mark.parametrize(
+    ("method", "struct"),
+    [
+        (Chats.create, ChatFields),
+        (Completions.create, CompletionFields),
+        (Embeddings.create, EmbeddingFields),
+        (V2Client.embed, CohereEmbedFields),
+        (V2Client.rerank, RerankFields),
+    ],
+    ids=lambda each: each.__qualname__,
+)
+def test_no_parameter_of_a_vendors_client_is_ignored(method: Callable[..., Any], struct: type[msgspec.Struct]) -> None:
+    """As the client is installed; of the endpoints that take fields which they do not know: the others name these."""
+    transport = {"self", "extra_headers", "extra_query", "extra_body", "timeout", "request_options"}
+    assert inspect.signature(method).parameters.keys() - transport - set(struct.__struct_fields__) == set()
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,7 @@ INPUT = POOLED | {
     "chat_template": Case("{{ messages }}", CHATTED),
     "chat_template_kwargs": Case({"a": 1}, CHATTED),
     "tools": Case([{"type": "function", "function": {"name": "f"}}], CHATTED),
+    "media_io_kwargs": Case({"image": {}}),
 }
 VECTORS = INPUT | {
     "encoding_format": Case("base64"),
@@ -221,6 +222,9 @@ VECTORS = INPUT | {
 }
 PAIRS = POOLED | {
     **{name: Case(1) for name in ("max_tokens_per_query", "max_tokens_per_doc", "max_chunks_per_doc", "rank_fields")},
+    "instruction": Case("Find."),
+    "chat_template_kwargs": Case({"instruction": "Find."}),
+    "relevant_spans": Case({"mode": "enabled"}),
 }
 OLLAMA: dict[str, Case] = {
     "model": Case("adapter"),
@@ -253,6 +257,7 @@ COHERE: dict[str, Case] = {
     "logprobs": Case(True),
     "thinking": Case({"type": "disabled"}),
     "priority": Case(1),
+    "chat_template_kwargs": Case({"a": 1}),
 }
 CASES: dict[type[msgspec.Struct], dict[str, Case]] = {
     CohereChatFields: COHERE,
@@ -263,7 +268,8 @@ CASES: dict[type[msgspec.Struct], dict[str, Case]] = {
     TokenizeFields: TOKENIZE,
     DetokenizeFields: {"tokens": Case([5]), "model": Case("other")},
     EmbeddingFields: VECTORS,
-    PoolingFields: VECTORS | {"task": Case("token_embed"), "step_tag_id": Case(1), "returned_token_ids": Case([1])},
+    PoolingFields: VECTORS
+    | {"data": Case("x"), "task": Case("token_embed"), "step_tag_id": Case(1), "returned_token_ids": Case([1])},
     ClassificationFields: INPUT,
     CohereEmbedFields: {
         "model": Case("adapter"),
@@ -292,6 +298,7 @@ CASES: dict[type[msgspec.Struct], dict[str, Case]] = {
         "context_management": Case({"edits": [{"type": "clear_thinking_20251015"}]}, {"messages": THOUGHTFUL}),
         "chat_template_kwargs": Case({"a": 1}),
         "kv_transfer_params": SAMPLED["kv_transfer_params"],
+        "cache_salt": SAMPLED["cache_salt"],
         **{name: SAMPLED[name] for name in ("max_tokens", "stream", "temperature", "top_p", "top_k", "vllm_xargs")},
     },
     OllamaChatFields: OLLAMA | {"messages": CHAT["messages"], "tools": CHAT["tools"]},
@@ -437,7 +444,7 @@ VLLM: dict[type[msgspec.Struct], str] = {
         structured_outputs priority request_id session_id return_tokens_as_token_ids return_token_ids
         routed_experts_prompt_start return_token_offsets return_prompt_text return_mm_kwargs cache_salt
         kv_transfer_params ec_transfer_params vllm_xargs repetition_detection stream_interval
-        return_weight_versions
+        return_weight_versions mm_payload
         """,
     CompletionFields: """
         model prompt echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream
@@ -447,7 +454,7 @@ VLLM: dict[type[msgspec.Struct], str] = {
         logprob_token_ids bad_words prompt_embeds add_special_tokens response_format structured_outputs priority
         request_id session_id return_tokens_as_token_ids return_token_ids routed_experts_prompt_start
         return_token_offsets return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params vllm_xargs
-        repetition_detection thinking_token_budget stream_interval return_weight_versions
+        repetition_detection thinking_token_budget stream_interval return_weight_versions mm_payload
         """,
     TokenizeFields: """
         model prompt messages add_special_tokens return_token_strs add_generation_prompt continue_final_message
@@ -457,8 +464,15 @@ VLLM: dict[type[msgspec.Struct], str] = {
     EmbeddingFields: """
         model input user truncate_prompt_tokens truncation_side padding request_id priority mm_processor_kwargs
         cache_salt add_special_tokens encoding_format embed_dtype endianness dimensions use_activation messages
-        add_generation_prompt continue_final_message chat_template chat_template_kwargs
+        add_generation_prompt continue_final_message chat_template chat_template_kwargs media_io_kwargs
         """,
+    PoolingFields: "data task",
+    ScoreFields: """
+        model user truncate_prompt_tokens padding truncation_side request_id priority mm_processor_kwargs cache_salt
+        use_activation max_tokens_per_query max_tokens_per_doc instruction chat_template_kwargs text_1 text_2 queries
+        documents items data_1 data_2
+        """,
+    RerankFields: "query documents top_n",
 }
 """The fields of vLLM's requests, as its protocol classes of November 2026 have them."""
 
