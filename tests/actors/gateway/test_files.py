@@ -13,6 +13,7 @@ import pytest
 
 from deploy.cli.keys import new_key
 from services.gateway.batches.file_store import FILES
+from services.gateway.http.apis import files
 from shared.bus.memory_bus import MemoryBus
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 
@@ -71,7 +72,9 @@ async def test_files_outlive_their_gateway(memory_bus: MemoryBus, tmp_path: Path
         assert (await stack.openai.files.content(file.id)).content == LINES
 
 
-async def test_a_key_sees_only_its_own_files(memory_bus: MemoryBus, tmp_path: Path) -> None:
+async def test_a_key_sees_only_its_own_files_and_leaves_others_room_to_send(
+    memory_bus: MemoryBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = tmp_path / "keys.toml"
     secrets = {name: new_key(keys, name, {}) for name in ("alice", "bob")}
     secrets["reader"] = new_key(keys, "reader", {"scopes": ["read-only"]})
@@ -92,6 +95,29 @@ async def test_a_key_sees_only_its_own_files(memory_bus: MemoryBus, tmp_path: Pa
             await clients["reader"].files.list()
         for _ in range(3):  # what is kept does not count as requests
             await upload(clients["busy"])
+
+        monkeypatch.setattr(files, "MAX_UPLOADS", 2)
+        begun, going_on = asyncio.Event(), asyncio.Event()
+
+        async def slow_form() -> AsyncIterator[bytes]:
+            yield form(PURPOSE, FILE, end=b"")
+            begun.set()
+            await going_on.wait()
+            yield b"--b--\r\n"
+
+        headers = {"authorization": f"Bearer {secrets['alice']}", **BOUNDARY}
+        slow = asyncio.create_task(stack.http.post("/v1/files", content=slow_form(), headers=headers))
+        await begun.wait()
+
+        async def one_after_the_other() -> None:
+            while True:  # once the slow one has arrived
+                await upload(clients["alice"])
+
+        with pytest.raises(openai.RateLimitError, match="1 of them with this key; of 2 that are allowed a key may"):
+            await one_after_the_other()
+        await upload(bob)
+        going_on.set()
+        assert (await slow).status_code == 200
 
 
 async def test_what_a_key_keeps_is_bounded(memory_bus: MemoryBus, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +17,8 @@ from services.gateway.http.call import Call
 
 MAX_UPLOADS = 32
 """Files that arrive at the same time at one gateway."""
+KEY_SHARE = 0.75
+"""Of them that one API key may have: who sends slowly leaves others some."""
 MAX_LIMIT = 10_000
 """Files in one list, as OpenAI has it."""
 S = TypeVar("S")
@@ -29,19 +32,24 @@ class FileEndpoints:
     def __init__(self, store: FileStore | None, read_timeout: float) -> None:
         """`store`: None: nothing is kept. `read_timeout`: seconds that a client may take to read a piece of a file."""
         self._store, self._read_timeout = store, read_timeout
-        self._uploads = 0
+        self._uploads: Counter[str] = Counter()
+        """By API key."""
 
     async def create(self, call: Call) -> None:
         """`POST /v1/files`. Raises RequestError."""
-        store = kept(self._store)
-        if self._uploads >= MAX_UPLOADS:
-            text = f"{MAX_UPLOADS} files are being uploaded, which is the limit"
+        store, key = kept(self._store), call.key.name
+        of_key = int(KEY_SHARE * MAX_UPLOADS)
+        if self._uploads.total() >= MAX_UPLOADS or self._uploads[key] >= of_key:
+            text = f"{self._uploads.total()} files are being uploaded, {self._uploads[key]} of them with this key; of "
+            text += f"{MAX_UPLOADS} that are allowed a key may have {of_key}"
             raise RequestError(429, text, retry_after=1.0)
-        self._uploads += 1
+        self._uploads[key] += 1
         try:
             file = await Upload(call, store).read()
         finally:
-            self._uploads -= 1
+            self._uploads[key] -= 1
+            if not self._uploads[key]:
+                del self._uploads[key]
         await call.respond_json(file.body())
 
     async def list(self, call: Call) -> None:
