@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_chats_with_videos_say_what_the_library_says(tmp_path: Path, kind: str) 
         ([text_part("Compare"), video_part(ODD, "webm"), image_part(image), video_part(FLAT)], [image], [ODD, FLAT]),
         ([text_part("Only a question.")], [], []),
     ]
-    steps = {"max_batch_tokens": 24, "max_num_seqs": 4} if kind in IN_SMALL_STEPS else {}
+    steps: Any = {"max_batch_tokens": 24, "max_num_seqs": 4} if kind in IN_SMALL_STEPS else {}
     with LLM(str(tmp_path), progress=False, **steps) as llm:
         messages = [[{"role": "user", "content": parts}] for parts, _, _ in chats]
         outputs = llm.chat(messages, GREEDY)
