@@ -33,7 +33,7 @@ _FP8_MAX = torch.finfo(_FP8).max
 _SMALLEST_SCALE = 1e-12
 """Of outputs whose weights are all 0."""
 _SMALLEST_ROW = 1e-30
-"""The greatest of a row that counts as zeros: `kLeast` of digits.cpp."""
+"""The greatest of a row that counts as zeros: `kMin` of digits.cpp."""
 
 
 class QuantizedWeight(NamedTuple):
