@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -113,12 +113,17 @@ def abbreviated(value: object, limit: int = 80) -> str:
 
 T = TypeVar("T")
 
+_raw_items = msgspec.json.Decoder(list[msgspec.Raw])
 FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 """A body's values by their names, none of them decoded; names that are not known are there, too."""
 MAX_DEPTH = 64
 """Levels of nested arrays and objects in a field that is forwarded unchanged."""
 MAX_VALUES = 65_536
 """Values within such a field."""
+MAX_NAME = 100
+"""Characters of a name that the client made up, in an error."""
+MAX_SHOWN = 4096
+"""Bytes of a value that is decoded to be shown in an error; of a larger one its JSON's begin is."""
 
 
 def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -127,7 +132,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:
-            if (fault := _fault(body, decoder.type, "")) is None:
+            if (fault := _fault(msgspec.json.decode(body, type=msgspec.Raw), decoder.type, "")) is None:
                 raise
             raise fault from None
     except NOT_DECODED as error:
@@ -172,57 +177,89 @@ def _check_integers(path: str, value: Any) -> None:
                 _check_integers(f"{path}[{i}]", item)
 
 
-def _fault(json: bytes | msgspec.Raw, kind: Any, path: str) -> RequestError | None:
+def _fault(given: msgspec.Raw, kind: Any, path: str) -> RequestError | None:
     """What is wrong with a value that has to be of a type, found by taking it apart: the decoder says where it is in
-    words alone, which another release may choose anew. None: nothing is. Raises NOT_DECODED."""
+    words alone, which another release may choose anew. None: nothing is. Nothing large is made objects of, which would
+    take half a minute of 16 MiB. Raises NOT_DECODED."""
     try:
-        msgspec.json.decode(json, type=kind)
+        msgspec.json.decode(given, type=kind)
     except msgspec.ValidationError as error:
-        if (inside := _fault_inside(json, kind, path)) is not None:
+        if (inside := _fault_inside(given, kind, path)) is not None:
             return inside
         text = str(error)[:1].lower() + str(error)[1:]
-        return not_allowed(path, msgspec.json.decode(json), text) if path else invalid("body", text)
+        return _mistyped(path, given, text) if path else invalid("body", text)
     return None
 
 
-def _fault_inside(json: bytes | msgspec.Raw, kind: Any, path: str) -> RequestError | None:
-    value, inner = msgspec.json.decode(json), f"{path}." if path else ""
-    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    if isinstance(value, list):
-        [of] = next((get_args(each) for each in kinds if get_origin(each) is list), (Any,))
-        items = enumerate(msgspec.json.decode(json, type=list[msgspec.Raw]))
-        return next((fault for i, item in items if (fault := _fault(item, of, f"{path}[{i}]"))), None)
-    if not isinstance(value, dict):
+def _fault_inside(given: msgspec.Raw, kind: Any, path: str) -> RequestError | None:
+    kinds, begin = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,), bytes(memoryview(given)[:1])
+    inner = f"{path}." if path else ""
+    if begin == b"[":
+        of = next((get_args(each)[0] for each in kinds if get_origin(each) is list), Any)
+        items = [] if of is Any else _raw_items.decode(given)
+        return _fault_among(((f"{path}[{i}]", item) for i, item in enumerate(items)), of)
+    if begin != b"{":
         return None
     if of := next((get_args(each)[1] for each in kinds if get_origin(each) is dict), None):
-        return next((fault for item in FIELDS.decode(json).values() if (fault := _fault(item, of, path))), None)
+        return None if of is Any else _fault_among(((path, item) for item in FIELDS.decode(given).values()), of)
     tagged = {each.__struct_config__.tag: each for each in kinds if isinstance(each, type) and issubclass(each, Struct)}
     if len(tagged) > 1:
-        name = next(iter(tagged.values())).__struct_config__.tag_field or ""
-        if name not in value:
+        name, fields = next(iter(tagged.values())).__struct_config__.tag_field or "", FIELDS.decode(given)
+        if name not in fields:
             return invalid(f"{inner}{name}", "this field is required")
-        if value[name] not in tagged:
-            return not_allowed(f"{inner}{name}", value[name], f"{', '.join(map(repr, tagged))} are")
-        return _fault_of_fields(FIELDS.decode(json), tagged[value[name]], inner)
-    return next((_fault_of_fields(FIELDS.decode(json), each, inner) for each in tagged.values()), None)
+        if (found := tagged.get(_text(fields[name]))) is None:
+            return _mistyped(f"{inner}{name}", fields[name], f"{', '.join(map(repr, tagged))} are")
+        return _fault_of_fields(fields, found, inner)
+    return next((_fault_of_fields(FIELDS.decode(given), each, inner) for each in tagged.values()), None)
+
+
+def _fault_among(items: Iterable[tuple[str, msgspec.Raw]], kind: Any) -> RequestError | None:
+    """The first of the values, each with its path, that is not of the type."""
+    decoder = msgspec.json.Decoder(kind)
+    for path, item in items:
+        try:
+            decoder.decode(item)
+        except msgspec.ValidationError:
+            return _fault(item, kind, path)
+    return None
 
 
 def _fault_of_fields(items: dict[str, msgspec.Raw], kind: type[Struct], prefix: str) -> RequestError | None:
     fields, config = {field.encode_name: field for field in structs.fields(kind)}, kind.__struct_config__
     for name, item in items.items():
         if name not in fields and config.forbid_unknown_fields and name != config.tag_field:
-            text, param = f"{prefix}{name}: this field is not known", prefix + name
-            return RequestError(400, text, param=param, code="unsupported_parameter")
+            param = prefix + (name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}…")
+            return RequestError(400, f"{param}: this field is not known", param=param, code="unsupported_parameter")
         if name in fields and (fault := _fault(item, fields[name].type, prefix + name)):
             return fault
     missing = next((name for name, field in fields.items() if field.required and name not in items), None)
     return None if missing is None else invalid(prefix + missing, "this field is required")
 
 
-def _malformed(body: bytes, error: Exception) -> RequestError:
-    """Explains JSON that the strict decoder refuses: the standard library's lenient one may find the field at fault."""
+def _mistyped(path: str, given: msgspec.Raw, rule: str) -> RequestError:
+    if len(given) <= MAX_SHOWN:
+        return not_allowed(path, msgspec.json.decode(given), rule)
+    begin = bytes(memoryview(given)[:MAX_NAME]).decode(errors="replace")
+    return invalid(path, f"{begin}… is not allowed; {rule}")
+
+
+def _text(given: msgspec.Raw) -> str | None:
     try:
-        lenient = json.loads(body)
+        return msgspec.json.decode(given, type=str)
+    except msgspec.ValidationError:
+        return None
+
+
+def most_values(body: bytes) -> int:
+    """The most values that there are in a body."""
+    return sum(map(body.count, (b",", b"[", b"{")))
+
+
+def _malformed(body: bytes, error: Exception) -> RequestError:
+    """Explains JSON that the strict decoder refuses: the standard library's lenient one may find the field at fault,
+    where there are not so many values that it would take long."""
+    try:
+        lenient = json.loads(body) if most_values(body) <= MAX_VALUES else None
     except (ValueError, RecursionError):
         return invalid("body", f"not valid JSON ({str(error)[:120]})")
     path = _invalid_path(lenient, "", 0)
@@ -244,7 +281,7 @@ def _invalid_path(value: Any, path: str, depth: int) -> str | None:
     elif isinstance(value, dict):
         if any(_invalid_path(key, path, depth + 1) is not None for key in value):
             return path
-        items = ((f"{path}.{key}".lstrip("."), item) for key, item in value.items())
+        items = ((f"{path}.{key[:MAX_NAME]}".lstrip("."), item) for key, item in value.items())
     else:
         return None
     return next((found for where, item in items if (found := _invalid_path(item, where, depth + 1)) is not None), None)

@@ -31,7 +31,7 @@ from services.gateway.api.chat_batch import read_chat_batch
 from services.gateway.api.cohere.request import read_cohere_chat
 from services.gateway.api.completions import read_completion
 from services.gateway.api.decisions.request import read_decisions
-from services.gateway.api.errors import RequestError
+from services.gateway.api.errors import RequestError, most_values
 from services.gateway.api.generation import GenerationKind, GenerationRequest, RequestLimits
 from services.gateway.api.ollama.embeddings import read_ollama_embed, read_ollama_embeddings
 from services.gateway.api.ollama.request import read_ollama_chat, read_ollama_generate
@@ -186,17 +186,12 @@ def is_small(body: bytes) -> bool:
     """Whether a body is read so fast that other requests do not notice."""
     if len(body) <= ALWAYS_INLINE_BYTES:
         return True
-    return len(body) <= MAX_INLINE_BYTES and _values(body) <= MAX_INLINE_VALUES
-
-
-def _values(body: bytes) -> int:
-    """The most values that there are in a body."""
-    return sum(map(body.count, (b",", b"[", b"{")))
+    return len(body) <= MAX_INLINE_BYTES and most_values(body) <= MAX_INLINE_VALUES
 
 
 def _check_large(body: bytes, limits: RequestLimits) -> None:
     """Raises RequestError 413 for a body larger than those without media may be, which has too many values."""
-    if len(body) > limits.max_body and (values := _values(body)) > MAX_MEDIA_VALUES:
+    if len(body) > limits.max_body and (values := most_values(body)) > MAX_MEDIA_VALUES:
         text = f"body: {values} values in {len(body)} bytes; more than {limits.max_body} bytes of images, videos or "
         raise RequestError(413, f"{text}sounds may have {MAX_MEDIA_VALUES}", param="body", code="too_large")
 

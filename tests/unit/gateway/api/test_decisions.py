@@ -31,6 +31,7 @@ def question(**fields: Any) -> dict[str, Any]:
         ({"questions": []}, "questions", "1 to"),
         ({"questions": [ASKED] * 129}, "questions", "129"),
         (question(type="essay"), "questions[0].type", "essay"),
+        (question(type=[]), "questions[0].type", "[] is not allowed; 'predicate'"),
         (question(type="predicate", choices=[]), "questions[0].choices", "not known"),
         (question(type="choice", choices=[{"value": "a"}]), "questions[0].choices", "2 to 26"),
         (question(type="choice", choices=[{"value": str(i)} for i in range(27)]), "questions[0].choices", "27"),
