@@ -3,6 +3,7 @@ full."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 from pathlib import Path
@@ -23,29 +24,29 @@ class DiskReserve:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is there."""
-        return self._path.exists()
+        """Whether it is there, as a whole."""
+        try:
+            return self._path.stat().st_size >= RESERVE_BYTES
+        except OSError:
+            return False
 
     def keep(self) -> bool:
         """Makes it where it is not there; whether it is. Where it cannot be, the disk is full, and what is left of it
-        is for deletions."""
+        is for deletions. Several may do so at once: of one file, so that nobody takes another one's away."""
+        if self.is_kept:
+            return True
         try:
-            if self.is_kept:
-                return True
-            made = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-            try:
-                with open(made, "wb", opener=private_opener) as file:
-                    os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
-                made.replace(self._path)
-            finally:
-                made.unlink(missing_ok=True)
+            with open(self._path, "ab", opener=private_opener) as file:
+                os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
         except OSError:
+            self.give_up()
             return False
         return True
 
     def give_up(self) -> None:
-        """Gives its room to whoever writes next."""
-        self._path.unlink(missing_ok=True)
+        """Gives its room to whoever writes next, where that can be."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
 
 
 def is_out_of_room(error: BaseException | None) -> bool:

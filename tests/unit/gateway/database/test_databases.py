@@ -1,6 +1,7 @@
 """Each kind of database keeps the same promises: SQLite's file, a real Redis, a real Postgres where there is one."""
 
 import asyncio
+import os
 import signal
 import stat
 import tempfile
@@ -15,6 +16,7 @@ import pytest
 from services.gateway.config import GatewayConfig
 from services.gateway.database import disk_reserve, redis_database
 from services.gateway.database.database_url import check_database_url, open_database
+from services.gateway.database.disk_reserve import DiskReserve
 from services.gateway.database.expiry import TRUST_SECONDS, ExpiryTime
 from services.gateway.database.records import (
     CHUNK_BYTES,
@@ -298,6 +300,43 @@ async def test_a_full_disk_takes_deletions_and_then_contents_again(
         with pytest.raises(DatabaseUnavailable, match="what is left is kept for deletions"):
             await database.insert(record(kind, "four"))
         await database.close()
+
+
+def test_room_that_two_keep_at_once_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate, others = os.posix_fallocate, [DiskReserve(tmp_path / "database.sqlite")]
+
+    def meet_another(*arguments: int) -> None:
+        if others:
+            assert others.pop().keep()
+        allocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", meet_another)
+    reserve = DiskReserve(tmp_path / "database.sqlite")
+    assert reserve.keep()
+    [file] = tmp_path.iterdir()
+    assert file.stat().st_blocks * 512 >= disk_reserve.RESERVE_BYTES
+    file.write_bytes(b"")  # it ended as it made it
+    assert not reserve.is_kept
+    assert reserve.keep()
+    assert file.stat().st_size >= disk_reserve.RESERVE_BYTES
+
+
+async def test_room_that_cannot_be_given_up_is_no_bug(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sqlite3
+
+    def fail(*_: object, **__: object) -> None:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+        raise DatabaseUnavailable("disk I/O error") from error
+
+    (tmp_path / "database.sqlite-reserve").mkdir()
+    database = SqlDatabase(tmp_path / "database.sqlite")
+    monkeypatch.setattr(database, "_transaction", fail)
+    with pytest.raises(DatabaseUnavailable, match="disk I/O error"):
+        await database.delete(kind, "one")
+    await database.close()
 
 
 def test_nothing_is_removed_by_a_clock_that_has_just_jumped_ahead() -> None:
