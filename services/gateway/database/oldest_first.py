@@ -30,14 +30,21 @@ class OldestFirst:
         self._added: Counter[str] = Counter()
         self._unseen: Counter[str] = Counter()
         """Bytes of what was added since the last look."""
+        self._looking: set[str] = set()
+        """Owners of which too much is being removed: of two that remove at once each would remove its own."""
 
     async def added(self, owner: str, size: int) -> None:
         """One more was added, of so many bytes: removes what is above the limits, now and then. Raises
         DatabaseUnavailable."""
         self._unseen[owner] += size
-        if self._added[owner] % CHECK_EVERY == 0 or self._unseen[owner] >= UNSEEN_BYTES:
+        due = self._added[owner] % CHECK_EVERY == 0 or self._unseen[owner] >= UNSEEN_BYTES
+        if due and owner not in self._looking:
             self._unseen[owner] = 0
-            await self._remove(owner)
+            self._looking.add(owner)
+            try:
+                await self._remove(owner)
+            finally:
+                self._looking.remove(owner)
         self._added[owner] += 1
 
     async def _remove(self, owner: str) -> None:

@@ -18,6 +18,7 @@ from services.gateway.database import disk_reserve, redis_database
 from services.gateway.database.database_url import check_database_url, open_database
 from services.gateway.database.disk_reserve import DiskReserve
 from services.gateway.database.expiry import TRUST_SECONDS, ExpiryTime
+from services.gateway.database.oldest_first import OldestFirst, RecordLimits
 from services.gateway.database.records import (
     CHUNK_BYTES,
     Database,
@@ -274,6 +275,25 @@ async def test_the_event_loop_runs_while_sqlite_waits_for_a_lock(tmp_path: Path)
         assert await database.get("kind", "one") is not None
     other.close()
     assert await waiting
+    await database.close()
+
+
+async def test_what_one_removes_as_too_much_no_other_removes_more_of(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database, usage, seconds = SqlDatabase(tmp_path / "database.sqlite"), SqlDatabase.usage, [0.3, 0.1]
+    for created in range(5):
+        await database.insert(record(kind, str(created), created, size=1))
+
+    async def together(self: SqlDatabase, kind: str, owner: str) -> Usage:
+        found = await usage(self, kind, owner)
+        await asyncio.sleep(seconds.pop())  # the other one looks meanwhile, and one has removed before the other does
+        return found
+
+    monkeypatch.setattr(SqlDatabase, "usage", together)
+    kept = OldestFirst(database, kind, RecordLimits(3, 100))
+    await asyncio.gather(kept.added("alice", 1), kept.added("alice", 1))
+    assert [each.id for each in await database.page(kind, "alice", limit=9, newest_first=False)] == ["2", "3", "4"]
     await database.close()
 
 
