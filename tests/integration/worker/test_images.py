@@ -36,7 +36,7 @@ from tests.support.models.tiny_gemma4 import make_gemma4_model
 from tests.support.models.tiny_glm_vl import make_glm_model
 from tests.support.models.tiny_images import ImageModel, make_image_model, picture
 from tests.support.models.tiny_llama4 import make_llama4_model
-from tests.support.models.tiny_models import TinyModel
+from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.models.tiny_onevision import make_onevision_model
 from tests.support.models.tiny_pixtral import PixtralKind
 from tests.support.models.tiny_qwen_vl import make_qwen_model
@@ -403,6 +403,14 @@ def test_a_model_whose_images_are_not_served_is_refused_by_name(tmp_path: Path) 
     with pytest.raises(ModelError, match="images of Step3p7ForConditionalGeneration are not served; --language-model-"):
         tiny_backend(tmp_path)
     assert tiny_backend(tmp_path, language_model_only=True).card.images is None
+
+
+def test_what_a_text_model_says_of_a_tower_that_it_has_not_is_passed_over(tmp_path: Path) -> None:
+    """Its file may be another model's, in part."""
+    make_model("qwen2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vision_config": {"image_size": {"height": 0}}}))
+    assert tiny_backend(tmp_path, model_impl="transformers").card.images is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("patch_size", 0), ("image_size", [16, -1]), ("hidden_size", "64")])
