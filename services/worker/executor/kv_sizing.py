@@ -28,8 +28,11 @@ def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs, mo
     former start is taken where the rank is alone on a CPU. Raises ModelError where the largest batch does not fit."""
     platform = parts.platform
     rows = min(max_batch_tokens, platform.profiled_rows or max_batch_tokens)
+    beside = sum(group.step_rows for group in parts.groups)
     try:
-        step = _of_step(parts, rows) if model is None or not _may_be_kept(parts) else _kept_step(parts, rows, model)
+        step = _tried(parts, rows, 1, model)
+        # By itself: rows beside prompts are as many, however many tokens a step has.
+        read = _tried(parts, rows, beside, model) if beside else 0
         captured = sum(_of_graphs(each) for each in graphs if each is not None)
     except torch.OutOfMemoryError:
         raise ModelError(
@@ -42,29 +45,32 @@ def profile(parts: RunnerParts, *, max_batch_tokens: int, graphs: RankGraphs, mo
         total=reading.total,
         free=reading.free,
         held=reading.own,
-        activations=step * -(-max_batch_tokens // rows) + parts.token_bytes + parts.branch_bytes,
+        activations=step * -(-max_batch_tokens // rows) + read + parts.token_bytes + parts.branch_bytes,
         graphs=captured,
     )
 
 
-def _of_step(parts: RunnerParts, rows: int) -> int:
-    """Bytes that a step of so many rows takes beside weights and KV memory."""
+def _tried(parts: RunnerParts, rows: int, beside: int, model: str | None) -> int:
+    if model is None or not _may_be_kept(parts):
+        return _of_step(parts, rows, beside)
+    drafts = type(parts.drafter).__name__, parts.drafting
+    depends_on = model, parts.decoder.ops_name, rows, beside, parts.max_num_seqs, *drafts
+    return kept_peak(depends_on, lambda: _of_step(parts, rows, beside))
+
+
+def _of_step(parts: RunnerParts, rows: int, beside: int) -> int:
+    """Bytes that a step of so many rows, and so many `beside` prompts where a model attends to any, takes beside
+    weights and KV memory."""
     length = parts.card.max_model_len
     tables, size = max(1, len(parts.groups)), parts.card.block_size
     of_rows = sum(group.most_blocks(0, size, 0) for group in parts.groups if group.encoded is not None)
     probe = parts.runner((blocks_for(min(rows, length), size) + 1) * tables + of_rows, length)
-    beside = sum(group.step_rows for group in parts.groups)
     return parts.platform.peak_bytes(lambda: warm_up(probe, rows=rows, sequences=parts.max_num_seqs, beside=beside))
 
 
 def _may_be_kept(parts: RunnerParts) -> bool:
     """Ranks try a step together, so all of them must or none."""
     return parts.platform.keeps_profile and parts.communicator.world_size == 1 and parts.pipeline.stages == 1
-
-
-def _kept_step(parts: RunnerParts, rows: int, model: str) -> int:
-    depends_on = model, parts.decoder.ops_name, rows, parts.max_num_seqs, type(parts.drafter).__name__, parts.drafting
-    return kept_peak(depends_on, lambda: _of_step(parts, rows))
 
 
 def _of_graphs(graphs: DecodeGraphs) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from services.worker.executor import kv_sizing
 from services.worker.executor.kv_sizing import DeviceMemory, KvDemand, KvSize, size_kv
+from services.worker.graphs.choice import NO_GRAPHS
 from services.worker.models.config import ModelError
 from services.worker.platforms.installed import built_in_platform
 from services.worker.platforms.main_memory import gib
-from shared.kv_groups import MAX_TOKENS, KvCacheGroup
+from shared.kv_groups import MAX_TOKENS, STEP_ROWS, KvCacheGroup
 
 CPU = built_in_platform("cpu")
 GIB = 1 << 30
@@ -166,6 +170,34 @@ def test_the_peak_of_a_piece_of_work_is_measured_even_after_a_higher_one() -> No
     work(256 * MIB)
     assert 50 * MIB < CPU.peak_bytes(lambda: work(64 * MIB)) < 128 * MIB
     assert 0 < CPU.memory().free < CPU.memory().total
+
+
+def test_rows_beside_prompts_are_as_many_however_many_tokens_a_step_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU tries a small step, whose bytes are multiplied; those of the rows are not."""
+
+    class Counting(type(CPU)):  # type: ignore[misc]
+        def peak_bytes(self, work: Callable[[], None]) -> int:
+            before = len(tried)
+            work()
+            return sum(tried[before:])
+
+    def warm_up(_probe: object, *, rows: int, sequences: int, beside: int) -> None:
+        tried.append(rows + beside * (len(parts.groups) > 0))
+
+    tried: list[int] = []
+    parts: Any = SimpleNamespace(platform=Counting(0), groups=(), max_num_seqs=4, token_bytes=0, branch_bytes=0)
+    parts.card, parts.runner = SimpleNamespace(max_model_len=4096, block_size=16), lambda *_: None
+    monkeypatch.setattr(kv_sizing, "warm_up", warm_up)
+
+    def activations(tokens: int) -> int:
+        return kv_sizing.profile(parts, max_batch_tokens=tokens, graphs=NO_GRAPHS).activations
+
+    assert [activations(tokens) for tokens in (128, 2048)] == [128, 2048]
+    parts.groups = KvCacheGroup(layers=4), KvCacheGroup(layers=2, encoded=100)
+    assert [activations(tokens) for tokens in (128, 2048)] == [
+        129 + 128 + STEP_ROWS,
+        129 * 16 + 128 + STEP_ROWS,
+    ]
 
 
 GROUPS = (KvCacheGroup(layers=4), *[KvCacheGroup(layers=4, window=64)] * 5)
