@@ -386,12 +386,13 @@ async def test_images_beside_prompts_outlive_the_engine(tmp_path: Path) -> None:
 @pytest.mark.extras
 @pytest.mark.features("images", "prefill/decode", "tensor parallel", "prefix cache")
 async def test_images_beside_prompts_are_handed_over(tmp_path: Path) -> None:
-    """Keys and values of tokens are; those of an image are made of its rows once more."""
+    """Keys and values of tokens are, whatever stages and ranks have; those of an image are made of its rows once
+    more."""
     model = make_mllama_images(tmp_path / "model")
     flat, tall = picture(0, (150, 40)), picture(1, (60, 300))
     chats = [user(flat, "Compare it with", tall), user(tall, "What?"), {"role": "user", "content": "A question."}]
     said = [wanted(model, chat, images=(flat, tall)) for chat in chats]
-    settings, more = ["coordinator.disaggregate_tokens=16"], (f"--served-model-name={NAME}",)
+    settings, more = ["coordinator.disaggregate_tokens=16"], (f"--served-model-name={NAME}", "--pp-prefill=2")
     with running_stack(
         tmp_path, model=model.path, prefill=1, decode=1, tp_decode=2, settings=settings, more=more
     ) as pools:
@@ -399,6 +400,7 @@ async def test_images_beside_prompts_are_handed_over(tmp_path: Path) -> None:
             answers = await asyncio.gather(*(ask(client, chat) for chat in chats))
             again = await ask(client, chats[0])
         assert await counted(pools, "prefill-1", "hand_overs_total") > 0
+        assert await counted(pools, "decode-1", "kv_blocks_loaded_total") > 0, "it computes them anew else"
     assert [each.choices[0].message.content for each in (*answers, again)] == [*said, said[0]]
     assert cached(again) >= 16
 

@@ -10,6 +10,7 @@ from services.worker.kv.layer_groups import MAX_GROUPS, LayerGroups, encoded_lay
 from shared.kv_groups import KvCacheGroup
 
 LONGEST = 4096
+MODEL = "00" * 16
 
 
 def groups_of(windows: list[int | None]) -> LayerGroups:
@@ -143,3 +144,12 @@ def test_stages_have_as_many_parts_as_the_one_that_has_fewest() -> None:
     wide = encoded_layers([[False, True, False], [True, False, False, False, False, True]], 1, 100)
     assert wide.groups[1].parts == 2
     assert wide.cache_of == (0, 0, 1, 2, 3, 2)
+
+
+def test_a_store_has_blocks_of_tokens_alone_for_stages_of_any_size() -> None:
+    across = [number % 5 == 3 for number in range(40)]
+    whole, half = encoded_layers([across], 0, 6404), encoded_layers([across[:20], across[20:]], 1, 6404)
+    assert (half.digest(MODEL), half.first_cache, sum(half.stages)) == (whole.digest(MODEL), 16, 32)
+    ragged = encoded_layers([[False, True, True], [False] * 3], 0, 100)
+    assert sum(ragged.stages) > 4
+    assert ragged.digest(MODEL) != encoded_layers([[False, True, True, *[False] * 3]], 0, 100).digest(MODEL)
