@@ -72,3 +72,12 @@ def test_chats_with_images_say_what_the_library_says(tmp_path: Path, make: Calla
             llm.generate([{"prompt_token_ids": [1], "multi_modal_data": {"image": images}}], GREEDY)
         with pytest.raises(InvalidRequest, match="the image is broken"):
             llm.chat([{"role": "user", "content": [image_part(images[0][:99])]}], GREEDY)
+
+
+def test_a_model_with_images_is_served_for_texts_alone(tmp_path: Path) -> None:
+    model, chat = make_image_model(tmp_path), [{"role": "user", "content": "Only a question."}]
+    with LLM(str(tmp_path), progress=False, language_model_only=True) as llm:
+        (said,) = llm.chat([chat], GREEDY)
+        assert said.outputs[0].token_ids == model.greedy(shown(chat), [], 12)
+        with pytest.raises(InvalidRequest, match="takes no images"):
+            llm.chat([{"role": "user", "content": [image_part(picture(0))]}], GREEDY)
