@@ -110,7 +110,7 @@ export async function chat(body, headers, signal, onChange) {
         calls: withCalls(answer.calls, calls),
         tokens: [...answer.tokens, ...tokens],
         finish: choice.finish_reason ?? answer.finish,
-        ttft: answer.ttft ?? (text || reasoning || calls.length || tokens.length ? seconds() : undefined),
+        ttft: answer.ttft ?? seconds(), // the first event comes with the first token, whether or not that makes a text
       });
     }
     if (!answer.finish) change({ error: "The stream ended early." });
