@@ -26,7 +26,7 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 from _pytest.warnings import catch_warnings_for_item
 from execnet import gateway_io
 from execnet.gateway_base import Popen2IO
-from hypothesis.internal.conjecture.providers import _get_local_constants
+from hypothesis.internal.conjecture import providers
 
 from shared.machine.roomy_stack import call_with_room
 from tests.support.lanes.forked_server import fork_server
@@ -49,7 +49,7 @@ def fork_workers(config: pytest.Config, specs: Sequence[execnet.XSpec]) -> int:
             texts = texts_of_tests(_test_files(config.args))
             _import_all(modules_imported_by(texts))
             _look_up(lazy_names_imported_by(texts))
-            _get_local_constants()  # of what is imported by now, as Hypothesis does at the end of collection
+            _read_constants()
         if not sys.platform.startswith("linux") or len(os.listdir("/proc/self/task")) > 1:
             return 0
         gc.freeze()
@@ -113,6 +113,13 @@ def _look_up(names: Iterable[tuple[str, str]]) -> None:
     for package, name in names:
         with suppress(Exception):
             getattr(sys.modules.get(package), name)
+
+
+def _read_constants() -> None:
+    """Of what is imported by now, as Hypothesis does at the end of collection: by a function of its own, which another
+    release may not have."""
+    with suppress(AttributeError):
+        providers._get_local_constants()
 
 
 class ForkedWorker(NamedTuple):
