@@ -339,16 +339,11 @@ class Call:
         self._body = parts.getvalue()
         return self._body
 
-    async def hold(self, size: int) -> None:
-        """Counts so many bytes beside the body as it is counted, until the call ends; what is larger than all that
-        bodies may hold waits until it is alone. Raises RequestError 503 where there is no room in time."""
-        budget = self.limits.budget
-        await budget.take(self._lease, min(self._lease.held + size, int(budget.limit * LARGE_SHARE)))
-
     async def hold_answer(self, size: int) -> None:
-        """Counts so many bytes of the answer, which `respond` does not count again. Raises what `hold` does."""
-        self._answer_held = True
-        await self.hold(size)
+        """Counts so many bytes of an answer as the body is counted, until the call ends; one that is larger than all
+        that bodies may hold waits until it is alone. Raises RequestError 503 where there is no room in time."""
+        budget, self._answer_held = self.limits.budget, True
+        await budget.take(self._lease, min(self._lease.held + size, int(budget.limit * LARGE_SHARE)))
 
     def release_body(self) -> None:
         """Gives up the body, and what it holds of the budget, while its request goes on without."""
