@@ -339,10 +339,10 @@ class Call:
         self._body = parts.getvalue()
         return self._body
 
-    async def hold_answer(self, size: int) -> None:
-        """Counts so many bytes of an answer as the body is counted, until the call ends; one that is larger than all
-        that bodies may hold waits until it is alone. Raises RequestError 503 where there is no room in time."""
-        budget, self._answer_held = self.limits.budget, True
+    async def hold(self, size: int, *, answers: bool = True) -> None:
+        """Counts so many bytes (of the answer, or not) as the body is counted, until the call ends; what is larger than
+        all that bodies may hold waits until it is alone. Raises RequestError 503 where there is no room in time."""
+        budget, self._answer_held = self.limits.budget, self._answer_held or answers
         await budget.take(self._lease, min(self._lease.held + size, int(budget.limit * LARGE_SHARE)))
 
     def release_body(self) -> None:
@@ -438,7 +438,7 @@ class Call:
     async def respond(self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Headers = ()) -> None:
         """Sends a complete response; a large one is held until its client has read it. Raises RequestError."""
         if len(body) >= MEMORY_BODY and not self._answer_held:
-            await self.hold_answer(len(body))
+            await self.hold(len(body))
         length = (b"content-length", str(len(body)).encode())
         await self.start(status, content_type, [length, *headers])
         waits = self._answer_held and len(body) > SMALL_BODY

@@ -83,7 +83,7 @@ class PooledEndpoint:
             return
         size = sum(len(choice.vector) for choice in response.choices)
         if size >= LARGE_ANSWER:
-            await call.hold_answer(ANSWER_SHARE * size)
+            await call.hold(ANSWER_SHARE * size)
         elements: list[Any] = []
         encoded, share = 0, size // asked.elements
         for number in range(asked.elements):

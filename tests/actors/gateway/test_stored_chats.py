@@ -100,13 +100,13 @@ async def test_what_is_read_is_held_as_bodies_are(stack: GatewayStack, monkeypat
     """Pages of 16 MiB that many ask for at once would take all memory."""
     kept, chats = await create(stack), stack.openai.chat.completions
     held: list[int] = []
-    hold = Call.hold_answer
+    hold = Call.hold
 
     async def recorded(call: Call, size: int) -> None:
         held.append(size)
         await hold(call, size)
 
-    monkeypatch.setattr(Call, "hold_answer", recorded)
+    monkeypatch.setattr(Call, "hold", recorded)
     read = (chats.retrieve(kept.id), chats.update(kept.id, metadata={}), chats.list(), chats.messages.list(kept.id))
     for each in read:
         held.clear()
@@ -116,7 +116,7 @@ async def test_what_is_read_is_held_as_bodies_are(stack: GatewayStack, monkeypat
     async def full(call: Call, size: int) -> None:
         raise RequestError(503, "no room")
 
-    monkeypatch.setattr(Call, "hold_answer", full)
+    monkeypatch.setattr(Call, "hold", full)
     with pytest.raises(openai.InternalServerError, match="no room"):
         await chats.with_raw_response.list(timeout=5)
 

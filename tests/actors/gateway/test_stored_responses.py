@@ -299,13 +299,13 @@ async def test_what_is_read_of_the_database_is_held_as_bodies_are(
 ) -> None:
     """A conversation of 64 MiB that many ask for at once would take all memory."""
     held: list[int] = []
-    hold = Call.hold_answer
+    hold = Call.hold
 
-    async def recorded(call: Call, size: int) -> None:
+    async def recorded(call: Call, size: int, **how: Any) -> None:
         held.append(size)
-        await hold(call, size)
+        await hold(call, size, **how)
 
-    monkeypatch.setattr(Call, "hold_answer", recorded)
+    monkeypatch.setattr(Call, "hold", recorded)
     client, long = stack.openai.conversations, "x" * 3000
     made = await client.create(items=[{"role": "user", "content": long}])
     [item] = (await client.items.list(made.id)).data

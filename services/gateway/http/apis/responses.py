@@ -143,7 +143,7 @@ class ResponsesEndpoint(GeneratingEndpoint):
         history = await self._history(call, body)
         asked = await self._parser.read(kind, body, history, None if self._store is not None else b"{}")
         if self._store is not None and isinstance(asked, list):
-            found = await self._store.referenced(asked, call.key.name, call.hold_answer)
+            found = await self._store.referenced(asked, call.key.name, partial(call.hold, answers=False))
             asked = await self._parser.read(kind, body, history, found)
         return asked
 
@@ -198,8 +198,8 @@ class ResponsesEndpoint(GeneratingEndpoint):
 
 async def _hold_history(call: Call, field: str, size: int) -> None:
     """Waits for room for what a body goes on from; where it is larger than bodies may be, it is refused, and never
-    read. Raises RequestError 413, and what `Call.hold_answer` does."""
+    read. Raises RequestError 413, and what `Call.hold` does."""
     if size > call.limits.most:
         text = f"{field}: it has {size} bytes; {call.limits.most} are allowed, as of a body"
         raise RequestError(413, text, param=field, code="too_large")
-    await call.hold_answer(size)
+    await call.hold(size, answers=False)

@@ -53,14 +53,14 @@ async def test_answers_wait_for_room_and_the_largest_until_they_are_alone() -> N
 
     def call() -> Call:
         lease = BodyLease()
-        return cast(Call, SimpleNamespace(limits=SimpleNamespace(budget=budget), _lease=lease))
+        return cast(Call, SimpleNamespace(limits=SimpleNamespace(budget=budget), _lease=lease, _answer_held=False))
 
     first, second = call(), call()
-    await Call.hold_answer(first, most - 100)
+    await Call.hold(first, most - 100)
     with pytest.raises(RequestError, match="bytes of bodies") as refused:
-        await Call.hold_answer(second, 10**9)
+        await Call.hold(second, 10**9)
     assert refused.value.status == 503
-    waiting = asyncio.ensure_future(Call.hold_answer(second, 10**9))
+    waiting = asyncio.ensure_future(Call.hold(second, 10**9))
     await asyncio.sleep(0)
     Call.close(first)
     await waiting
@@ -96,16 +96,18 @@ async def test_an_answer_is_held_until_it_is_read_or_its_client_is_too_slow(monk
     aborted = list[bool]()
     connection = SimpleNamespace(abort=lambda: aborted.append(True))
     scope = {"headers": [], "extensions": {EXTENSION: connection}}
-    for timeout, read, whoever in ((60.0, True, False), (0.01, False, False), (60.0, True, True)):
+    for timeout, read, history in ((60.0, True, None), (0.01, False, None), (60.0, True, 0), (60.0, True, 2**10)):
         sent.clear()
         limits = BodyLimits(2**20, 2**20, timeout, timeout, budget)
         call = Call(scope, cast(Any, None), send, limits)
-        if not whoever:
-            await call.hold_answer(2**20)
+        if history is None:
+            await call.hold(2**20)
+        else:  # whoever answers: it is counted, beside what was read for it
+            await call.hold(history, answers=False)
         answering = asyncio.ensure_future(call.respond(bytes(2**20)))
         await asyncio.sleep(0)
         assert not answering.done()
-        assert budget.used == 2**20
+        assert budget.used == 2**20 + (history or 0)
         if read:
             unread.set()
         await answering

@@ -27,7 +27,7 @@ class StoredChatEndpoints:
             await _respond_page(call, ChatPage([], [], more=False))
             return
         page = self._store.page(
-            *(call.key.name, asked.filter, call.hold_answer),
+            *(call.key.name, asked.filter, call.hold),
             limit=asked.limit,
             after=asked.after,
             newest_first=asked.newest_first,
@@ -37,13 +37,13 @@ class StoredChatEndpoints:
     async def get(self, call: Call) -> None:
         """`GET /v1/chat/completions/{id}`. Raises RequestError."""
         store, id = self._named(call)
-        await call.respond_json(await store.get(id, call.key.name, call.hold_answer))
+        await call.respond_json(await store.get(id, call.key.name, call.hold))
 
     async def update(self, call: Call) -> None:
         """`POST /v1/chat/completions/{id}`. Raises RequestError."""
         store, id = self._named(call)
         metadata = read_chat_update(await call.body())
-        await call.respond_json(await store.set_metadata(id, call.key.name, metadata, call.hold_answer))
+        await call.respond_json(await store.set_metadata(id, call.key.name, metadata, call.hold))
 
     async def delete(self, call: Call) -> None:
         """`DELETE /v1/chat/completions/{id}`. Raises RequestError."""
@@ -55,7 +55,7 @@ class StoredChatEndpoints:
         """`GET /v1/chat/completions/{id}/messages`: what it was asked. Raises RequestError."""
         (store, id), asked = self._named(call), _ListQuery(call)
         page = await store.messages(
-            *(id, call.key.name, call.hold_answer),
+            *(id, call.key.name, call.hold),
             limit=asked.limit,
             after=asked.after,
             newest_first=asked.newest_first,

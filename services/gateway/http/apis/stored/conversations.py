@@ -70,7 +70,7 @@ class ConversationEndpoints:
     async def _held(self, call: Call) -> tuple[ConversationStore, str]:
         """The conversation that is named, once there is room for all its items."""
         store, id = self._named(call)
-        await call.hold_answer((await store.get(id, call.key.name)).record.size)
+        await call.hold((await store.get(id, call.key.name)).record.size)
         return store, id
 
     def _named(self, call: Call) -> tuple[ConversationStore, str]:

@@ -38,7 +38,7 @@ class StoredResponseEndpoints:
         if query.get("stream") != "true":
             if "starting_after" in query:
                 raise invalid("starting_after", "only allowed when stream is true")
-            await call.respond((await background.store.written(id, call.key.name, call.hold_answer)).json)
+            await call.respond((await background.store.written(id, call.key.name, call.hold)).json)
             return
         if not (await background.store.written(id, call.key.name)).in_background:
             raise invalid("stream", "only a response that was made with background is streamed again")
@@ -60,7 +60,7 @@ class StoredResponseEndpoints:
         page = ItemPage(call)
         background, id = self._named(call)
         stored = await background.store.written(id, call.key.name)
-        await call.hold_answer(stored.items_size)
+        await call.hold(stored.items_size)
         await call.respond_json(page.of(await written_items(await background.store.items(id, stored))))
 
     def _named(self, call: Call) -> tuple[BackgroundResponses, str]:
