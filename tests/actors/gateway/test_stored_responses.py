@@ -206,7 +206,7 @@ async def test_more_parameters_than_there_are_is_no_bug_of_the_server(stack: Gat
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "p0")
 
 
-async def test_what_is_larger_than_a_body_may_be_is_refused_unread(
+async def test_what_is_larger_than_a_conversation_may_be_is_refused_unread(
     memory_bus: MemoryBus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: Any = {"database_file": tmp_path / "database.sqlite", "max_body": 4000, "max_media_body": 4000}
@@ -214,9 +214,14 @@ async def test_what_is_larger_than_a_body_may_be_is_refused_unread(
         made = await stack.openai.conversations.create()
         said_long: Any = [{"role": "user", "content": "x" * 2500}]
         for _ in range(2):
-            await stack.openai.conversations.items.create(made.id, items=said_long)
-        first = await create(stack, input="x" * 2500)
-        second = await create(stack, input="x" * 2500, previous_response_id=first.id)
+            [item] = (await stack.openai.conversations.items.create(made.id, items=said_long)).data
+            await stack.openai.conversations.items.delete(str(item.id), conversation_id=made.id)
+        asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 9}
+        first = await create(stack, input="x" * 2500, **asked)
+        second = await create(stack, input="x" * 500, previous_response_id=first.id, **asked)
+        for field, id in (("conversation", made.id), ("previous_response_id", second.id)):
+            await create(stack, input="more", **{field: id})  # what is counted need not be in the prompt
+        monkeypatch.setattr("services.gateway.http.apis.responses.MAX_BYTES", 4000)
         monkeypatch.setattr(SqlDatabase, "chunks", None)
         for field, id in (("conversation", made.id), ("previous_response_id", second.id)):
             with pytest.raises(openai.APIStatusError, match=f"{field}: it has [0-9]+ bytes; 4000 are allowed") as error:

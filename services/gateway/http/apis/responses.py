@@ -13,6 +13,7 @@ from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import ChoiceState, ResponseHeader, ResponseWriter
 from services.gateway.api.responses.events import ResponseEvents
 from services.gateway.api.responses.request import ResponseRequest, continuation
+from services.gateway.conversations.conversation_store import MAX_BYTES
 from services.gateway.http.access import AccessControl
 from services.gateway.http.apis.background import BackgroundResponses
 from services.gateway.http.apis.stored.responses import follow_events
@@ -197,9 +198,10 @@ class ResponsesEndpoint(GeneratingEndpoint):
 
 
 async def _hold_history(call: Call, field: str, size: int) -> None:
-    """Waits for room for what a body goes on from; where it is larger than bodies may be, it is refused, and never
-    read. Raises RequestError 413, and what `Call.hold` does."""
-    if size > call.limits.most:
-        text = f"{field}: it has {size} bytes; {call.limits.most} are allowed, as of a body"
+    """Waits for room for what a body goes on from; where it is larger than conversations, and bodies, may be, it is
+    refused, and never read. It may well be larger than a body: log-probabilities and deleted items are counted, and
+    make no prompt. Raises RequestError 413, and what `Call.hold` does."""
+    if size > (most := max(MAX_BYTES, call.limits.most)):
+        text = f"{field}: it has {size} bytes; {most} are allowed, as of a conversation"
         raise RequestError(413, text, param=field, code="too_large")
     await call.hold(size, answers=False)
