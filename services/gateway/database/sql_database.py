@@ -173,7 +173,7 @@ class SqlDatabase(Database):
 
     def _with_room(self, operation: Callable[[SqlTables, Connection], T], *, adds: bool, frees: bool) -> T:
         """The result of an operation. On a full disk it is tried again once SQLite's log is part of its file, and one
-        that `frees` with the room that was kept for it."""
+        that `frees`, or opens it, with the room that was kept."""
         if frees and self._reserve is not None and not self._reserve.is_kept:
             operation = partial(_sparing, operation)
         for remaining in reversed(range(ROOM_TRIES)):
@@ -186,8 +186,9 @@ class SqlDatabase(Database):
                 if frees and self._reserve is not None and not self._reserve.is_kept:
                     self._checkpoint()
                 return done
-            if frees:
+            if frees or self._engine is None:  # to be opened takes room, too
                 self._reserve.give_up()
+            if frees:
                 operation = partial(_sparing, operation)
             self._checkpoint()
         raise AssertionError("the last attempt returns or raises")

@@ -319,6 +319,13 @@ async def test_a_full_disk_takes_deletions_and_then_contents_again(
         fill(disk)
         with pytest.raises(DatabaseUnavailable, match="what is left is kept for deletions"):
             await database.insert(record(kind, "four"))
+        foreign.unlink()
+        await database.insert(record(kind, "four"))
+        await database.close()
+        fill(disk)
+        database = SqlDatabase(disk / "database.sqlite")
+        assert await database.get(kind, "four"), "it starts on a full disk"
+        assert await database.delete(kind, "four")
         await database.close()
 
 
