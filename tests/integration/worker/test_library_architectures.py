@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.executor.host_runner import HostRunner
-from tests.support.models.library_models import ARCHITECTURES, LANGUAGE_MODELS, library_model
+from tests.support.models.library_models import ARCHITECTURES, FOR_TEXTS_ALONE, LANGUAGE_MODELS, library_model
 from tests.support.models.tiny_models import TinyModel
 from tests.support.worker.library_situations import check_mixed_batch, check_resumed_sequences
 from tests.support.worker.tiny_backend import tiny_backend
@@ -17,7 +17,7 @@ from tests.support.worker.tiny_backend import tiny_backend
 @pytest.fixture(scope="module", params=[*ARCHITECTURES, *LANGUAGE_MODELS])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyModel, HostRunner]:
     folder = tmp_path_factory.mktemp(request.param)
-    settings = {"ops": "native", "model_impl": "transformers", "language_model_only": request.param in LANGUAGE_MODELS}
+    settings = {"ops": "native", "model_impl": "transformers", "language_model_only": request.param in FOR_TEXTS_ALONE}
     return library_model(request.param, folder), tiny_backend(folder, **settings)
 
 

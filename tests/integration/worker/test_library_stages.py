@@ -11,7 +11,7 @@ from services.scheduler.core.limits import EngineLimits
 from tests.integration.worker.test_hybrid_kv_cache import LIMITS as HYBRID
 from tests.integration.worker.test_hybrid_kv_cache import agrees
 from tests.support.models.embedded_prompts import greedy_of_rows, prompt_embeds, random_rows
-from tests.support.models.library_models import ARCHITECTURES, ONE_STAGE, library_model
+from tests.support.models.library_models import ARCHITECTURES, FOR_TEXTS_ALONE, ONE_STAGE, library_model
 from tests.support.worker.library_situations import FEW_LENGTHS, OUTPUT, generated, prompt
 from tests.support.worker.rank_processes import RankProcesses, rank_processes
 
@@ -49,7 +49,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
 def test_three_stages_say_what_the_library_does(architecture: str, ranks: RankProcesses, tmp_path: Path) -> None:
     """Chunked prompts and decodes in one batch; of three layers each stage has one."""
     model = library_model(architecture, tmp_path)
-    engine = ranks.serve(model.path, stages=3, ops="native", limits=LIMITS, model_impl="transformers")
+    engine = ranks.serve(
+        model.path,
+        stages=3,
+        ops="native",
+        limits=LIMITS,
+        model_impl="transformers",
+        language_model_only=architecture in FOR_TEXTS_ALONE,
+    )
     requests = [engine.ask(tokens, OUTPUT) for tokens in PROMPTS]
     engine.run()
     said = [request.tokens for request in requests]

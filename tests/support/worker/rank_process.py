@@ -78,6 +78,7 @@ class Serve(Struct, frozen=True, tag=True):
     shared_rows: int | None = None
     context_rows: int | None = None
     dtype: DtypeChoice = "float32"
+    language_model_only: bool = False
 
     @property
     def world_size(self) -> int:
@@ -162,6 +163,7 @@ def served(rank: int, asked: Serve) -> HostRunner:
         hybrid_kv_cache=asked.hybrid,
         experts=asked.experts,
         model_impl=asked.model_impl,
+        language_model_only=asked.language_model_only,
         group=group,
         shared_rows=asked.shared_rows,
         context_rows=asked.context_rows,

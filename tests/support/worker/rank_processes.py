@@ -116,6 +116,7 @@ class RankProcesses:
         shared_rows: int | None = None,
         context_rows: int | None = None,
         dtype: DtypeChoice = "float32",
+        language_model_only: bool = False,
     ) -> EngineOfRanks:
         """An engine of `tp` × `stages` ranks, which replaces those before."""
         rendezvous = str(self._folder / f"rendezvous-{next(_rendezvous)}")
@@ -133,6 +134,7 @@ class RankProcesses:
             shared_rows=shared_rows,
             context_rows=context_rows,
             dtype=dtype,
+            language_model_only=language_model_only,
         )
         (engine,) = self._serve(asked, limits)
         return engine
