@@ -384,7 +384,7 @@ async def test_images_beside_prompts_outlive_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.extras
-@pytest.mark.features("images", "prefill/decode", "tensor parallel", "prefix cache")
+@pytest.mark.features("images", "prefill/decode", "tensor parallel", "pipeline parallel", "prefix cache")
 async def test_images_beside_prompts_are_handed_over(tmp_path: Path) -> None:
     """Keys and values of tokens are, whatever stages and ranks have; those of an image are made of its rows once
     more."""
