@@ -12,7 +12,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from services.gateway.api.errors import RequestError, abbreviated, invalid
 from services.gateway.api.responses.conversation import conversation_object
 from services.gateway.api.responses.input_items import Item
 from services.gateway.api.responses.written_items import WrittenItem, written_items
-from services.gateway.database.oldest_first import UNSEEN_BYTES
+from services.gateway.database.oldest_first import Additions
 from services.gateway.database.records import CHUNK_BYTES, Database, Record, RecordUnknown
 
 log = logging.getLogger(__name__)
@@ -36,8 +35,6 @@ MAX_BYTES = 64 * 2**20
 """Of one conversation, deleted items included."""
 MAX_RECENT = 32
 """Responses of which it is known that they were added."""
-CHECK_EVERY = 32
-"""A gateway looks so rarely how much a key has, in additions that it has made for it."""
 PIECES = 4096
 """Chunks that one addition may have: its positions are its number times this, and following ones."""
 
@@ -86,9 +83,7 @@ class ConversationStore:
     def __init__(self, database: Database, limits: ConversationLimits, clock: Callable[[], float] = time.time) -> None:
         """`clock`: seconds since the epoch."""
         self._database, self._limits, self._clock = database, limits, clock
-        self._added: Counter[str] = Counter()
-        """By owner; and below, bytes since it was looked last."""
-        self._unseen: Counter[str] = Counter()
+        self._additions = Additions()
 
     async def create(self, owner: str, items: list[Item], metadata: dict[str, str]) -> ConversationObject:
         """A new conversation. Raises RequestError 400 where the key has too many, or too much."""
@@ -166,11 +161,10 @@ class ConversationStore:
         """Adds items; those of a `response` once. Raises RequestError: 404 where it is not there, 400 where it, or all
         that the key has, becomes too much."""
         encoded, number = msgspec.json.encode(items), 0
-        self._unseen[owner] += len(encoded)
-        if self._added[owner] % CHECK_EVERY == 0 or self._unseen[owner] >= UNSEEN_BYTES:
+        if self._additions.begin(owner, len(encoded)):
             self._check_size((await self._database.usage(CONVERSATIONS, owner)).size)
-            self._unseen[owner] = 0
-        self._added[owner] += 1
+            self._additions.looked(owner)
+        self._additions.end(owner)
 
         def numbered(stored: StoredConversation) -> StoredConversation:
             nonlocal number

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from services.gateway.database.records import Database
 
 CHECK_EVERY = 32
-"""A gateway looks so rarely how much an owner has, in records that it has added for it."""
+"""A gateway looks so rarely how much an owner has, in additions that it has made for it."""
 UNSEEN_BYTES = 16 * 2**20
 """Or in so many bytes of them: a few large ones are as much as thousands."""
 PAGE = 100
@@ -22,30 +22,48 @@ class RecordLimits(NamedTuple):
     """Bytes."""
 
 
+class Additions:
+    """Owns how many additions, and bytes, were made for each owner by this gateway."""
+
+    def __init__(self) -> None:
+        self._count: Counter[str] = Counter()
+        self._unseen: Counter[str] = Counter()
+        """Bytes since it was looked last how much the owner has."""
+
+    def begin(self, owner: str, size: int) -> bool:
+        """One of so many bytes is made; whether it is time to look."""
+        self._unseen[owner] += size
+        return self._count[owner] % CHECK_EVERY == 0 or self._unseen[owner] >= UNSEEN_BYTES
+
+    def looked(self, owner: str) -> None:
+        """It is known how much the owner has."""
+        self._unseen[owner] = 0
+
+    def end(self, owner: str) -> None:
+        """It was made, and looked at where that was due."""
+        self._count[owner] += 1
+
+
 class OldestFirst:
-    """Owns how many records, and bytes, were added for each owner by this gateway."""
+    """Owns whose oldest records this gateway is removing."""
 
     def __init__(self, database: Database, kind: str, limits: RecordLimits) -> None:
         self._database, self._kind, self._limits = database, kind, limits
-        self._added: Counter[str] = Counter()
-        self._unseen: Counter[str] = Counter()
-        """Bytes of what was added since the last look."""
+        self._additions = Additions()
         self._looking: set[str] = set()
         """Owners of which too much is being removed: of two that remove at once each would remove its own."""
 
     async def added(self, owner: str, size: int) -> None:
         """One more was added, of so many bytes: removes what is above the limits, now and then. Raises
         DatabaseUnavailable."""
-        self._unseen[owner] += size
-        due = self._added[owner] % CHECK_EVERY == 0 or self._unseen[owner] >= UNSEEN_BYTES
-        if due and owner not in self._looking:
-            self._unseen[owner] = 0
+        if self._additions.begin(owner, size) and owner not in self._looking:
+            self._additions.looked(owner)
             self._looking.add(owner)
             try:
                 await self._remove(owner)
             finally:
                 self._looking.remove(owner)
-        self._added[owner] += 1
+        self._additions.end(owner)
 
     async def _remove(self, owner: str) -> None:
         """Removes the oldest, but nothing that is still worked on."""
