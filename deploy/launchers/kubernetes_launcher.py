@@ -34,9 +34,11 @@ ENGINE_GROUPS = PoolWorkload("leaderworkerset.x-k8s.io/v1", "leaderworkersets", 
 is its controller's."""
 WORKLOADS: Mapping[str, tuple[PoolWorkload, ...]] = {
     "engines": (ENGINE_GROUPS, PoolWorkload("apps/v1", "statefulsets", "engine")),
+    "prefill": (PoolWorkload("apps/v1", "statefulsets", "prefill"),),
+    "decode": (PoolWorkload("apps/v1", "statefulsets", "engine"),),
     **{
         name: (PoolWorkload("apps/v1", "deployments", name),)
-        for name in ("gateway", "tokenizer", "detokenizer", "coordinator")
+        for name in ("gateway", "tokenizer", "detokenizer", "coordinator", "encoder")
     },
 }
 """What may run a pool; the first one that the cluster has does."""

@@ -24,6 +24,7 @@ EXTRAS = (
     "tests/integration/deploy/test_kubernetes.py",
     "tests/integration/deploy/test_kubernetes_groups.py",
     "tests/integration/deploy/test_kubernetes_launcher.py",
+    "tests/integration/deploy/test_kubernetes_pools.py",
     "tests/integration/deploy/test_readme.py",
     "tests/integration/deploy/test_simulated_pools.py",
     "tests/integration/deploy/test_tune.py",

@@ -69,6 +69,14 @@ async def test_a_size_is_written_once_and_only_where_it_changes(
     assert (server.writes, server.replicas(), server.replicas("deployments/tokenizer")) == (4, 1, 5)
 
 
+async def test_engines_that_decode_are_those_of_the_base(
+    launcher: KubernetesLauncher, server: RecordingApiServer
+) -> None:
+    assert await launcher.scale("prefill", 2) == PoolChange(("prefill-1",), ())
+    assert await launcher.scale("decode", 3) == PoolChange(("engine-1", "engine-2"), ())
+    assert (server.replicas("statefulsets/prefill"), server.replicas()) == (2, 3)
+
+
 async def test_a_conflict_is_settled_by_reading_again(
     launcher: KubernetesLauncher, server: RecordingApiServer, sleeper: Sleeper
 ) -> None:
@@ -124,8 +132,8 @@ async def test_a_refusal_is_told_at_once_in_the_servers_words(
 async def test_what_kubernetes_does_not_run_is_refused(
     launcher: KubernetesLauncher, server: RecordingApiServer
 ) -> None:
-    with pytest.raises(CommandError, match="prefill: not on Kubernetes; engines, gateway, tokenizer"):
-        await launcher.scale("prefill", 2)
+    with pytest.raises(CommandError, match="kvstore: not on Kubernetes; engines, prefill, decode, gateway, tokenizer"):
+        await launcher.scale("kvstore", 2)
     assert server.calls == []
 
 

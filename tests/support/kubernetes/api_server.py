@@ -31,8 +31,8 @@ class Refusal(NamedTuple):
 
 
 class RecordingApiServer:
-    """Owns the StatefulSet `engine` and the Deployment `tokenizer`, as an API server stores them: every write makes a
-    new version, and a write that was made from an older one is refused."""
+    """Owns the StatefulSets `engine` and `prefill` and the Deployment `tokenizer`, as an API server stores them:
+    every write makes a new version, and a write that was made from an older one is refused."""
 
     def __init__(self, *, groups: bool = False) -> None:
         """`groups`: a LeaderWorkerSet `engine` is there, too; without it there is not even its kind."""
@@ -44,7 +44,7 @@ class RecordingApiServer:
         self.written_by_others = 0
         """So many of the next writes find that somebody else has written just before."""
         self._version = 100
-        self._replicas = {"statefulsets/engine": 1, "deployments/tokenizer": 2}
+        self._replicas = {"statefulsets/engine": 1, "statefulsets/prefill": 1, "deployments/tokenizer": 2}
         if groups:
             self._replicas["leaderworkersets/engine"] = 1
         self._ready = dict(self._replicas)

@@ -30,6 +30,8 @@ START_DEADLINE = 120.0
 PROBE_EVERY = 0.5
 PROBE_DEADLINE = 60.0
 ALL_ADDRESSES = "0.0.0.0"
+HERE = "127.0.0.1"
+"""The address of every pod."""
 RENDEZVOUS_PORT = 29500
 
 
@@ -182,8 +184,8 @@ class Pod:
         for volume, path in container.mounts.items():
             if value == path or value.startswith(f"{path}/"):
                 return str(self._volumes[volume]) + value.removeprefix(path)
-        if value == ALL_ADDRESSES:
-            return "127.0.0.1"
+        if value == ALL_ADDRESSES or re.fullmatch(rf"{self.name}\.[a-z.-]+\.svc", value):
+            return HERE
         if value.isdecimal() and int(value) in self._ports:
             return str(self._ports[int(value)])
         leader = self._workload.injected.get("LWS_LEADER_ADDRESS")

@@ -12,6 +12,9 @@ from typing import Any, Literal, NamedTuple
 from tests.support.kubernetes.manifests import Manifest, named, of_kind
 from tests.support.paths import REPOSITORY
 
+NAMESPACE = "baton"
+"""That of the overlays."""
+
 
 class Image(NamedTuple):
     """What an image of deploy/Dockerfile runs, and with which variables."""
@@ -81,6 +84,8 @@ def _value(entry: Manifest, before: Mapping[str, str], pod: str, manifests: tupl
             return re.sub(r"\$\((\w+)\)", lambda name: before[name[1]], entry["value"])
         case {"fieldRef": {"fieldPath": "metadata.name"}}:
             return pod
+        case {"fieldRef": {"fieldPath": "metadata.namespace"}}:
+            return NAMESPACE
         case {"fieldRef": {"fieldPath": "metadata.annotations['leaderworkerset.sigs.k8s.io/leader-name']"}}:
             return pod.rpartition("-")[0]
         case {"configMapKeyRef": {"name": name, "key": key}}:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from openai import OpenAI
 
-from deploy.container_secrets import make
-from tests.support.kubernetes.kubelet import ClusterFolder, Pod
+from tests.support.kubernetes.kubelet import HERE, ClusterFolder, Pod
+from tests.support.kubernetes.secrets import KEY, make_secrets
 from tests.support.kv.prompts import retries_in
 from tests.support.paths import DEMO_MODEL
 
@@ -39,7 +39,7 @@ class RunningPods(NamedTuple):
         """That of the scheduler."""
         return self.pods["engine"]
 
-    def client(self, key: str = "a-key") -> OpenAI:
+    def client(self, key: str = KEY) -> OpenAI:
         return OpenAI(base_url=f"{self.gateway.url(8000)}/v1", api_key=key, max_retries=0, timeout=DEADLINE)
 
     def metric(self, pod: Pod, port: int, name: str) -> float:
@@ -80,11 +80,9 @@ def together(pods: Sequence[Pod]) -> ThreadPoolExecutor:
 
 @contextlib.contextmanager
 def running_pods(folder: Path, overlay: str, services: Sequence[str] = SERVICES) -> Iterator[RunningPods]:
-    """Every pod is ready; a client's key is `a-key`."""
+    """Every pod is ready; KEY is a client's."""
     secrets = folder / "secrets"
-    make(secrets)
-    (secrets / "api-keys").mkdir()
-    (secrets / "api-keys" / "api-keys").write_text("a-key")
+    make_secrets(secrets, stores=HERE)
     cluster = ClusterFolder(folder, overlay, secrets, DEMO_MODEL)
     running = {name: cluster.pod(name) for name in ("nats", *services)}
     nats, *others = running.values()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.launchers.kubernetes_launcher import WORKLOADS
 from deploy.observability.prometheus_rule import MANIFEST, RULES, prometheus_rule
 from services.encoder.config import EncoderConfig
 from tests.support.kubernetes.manifests import FOLDER, Manifest, named, of_kind, rendered_folder, selects, violations
@@ -37,6 +38,7 @@ def test_encoders_are_as_tokenizers_are_but_for_what_they_need(manifests: tuple[
     assert isinstance(config, EncoderConfig)
     assert (config.model, config.nats_user) == ("/model", "encoder")
     assert container.target == "encoder"
+    assert [each.name for each in WORKLOADS["encoder"]] == ["encoder"], "so that `baton scale` finds them"
 
     def rest(manifest: Manifest) -> Any:
         text = json.dumps(manifest).replace("tokenizer", "encoder").replace("TOKENIZER", "ENCODER")

@@ -15,7 +15,6 @@ import yaml
 from msgspec.structs import replace
 
 from deploy.configuration import CONFIGS
-from deploy.container_secrets import make
 from deploy.healthcheck import LEADER_SECONDS, UNTIL_LEADER_ENDS
 from kvstore.config import KvStoreConfig
 from services.gateway.config import GatewayConfig
@@ -38,12 +37,18 @@ from tests.support.kubernetes.manifests import (
     violations,
 )
 from tests.support.kubernetes.pods import Container, Workload, images, secrets_of, workloads
+from tests.support.kubernetes.secrets import KEY, make_secrets
 from tests.support.paths import REPOSITORY
 
 EVERY_OVERLAY = pytest.mark.parametrize("overlay", OVERLAYS)
 GROUPED = frozenset({"multi-node"})
 """Overlays whose engines are groups of pods, which have no KV store."""
-POD_ENGINES = pytest.mark.parametrize("overlay", [each for each in OVERLAYS if each not in GROUPED])
+POOLED = frozenset({"pools"})
+"""Overlays whose engines compute prompts or decode."""
+POD_ENGINES = pytest.mark.parametrize(
+    ("overlay", "name"),
+    [*((each, "engine") for each in OVERLAYS if each not in GROUPED), *((each, "prefill") for each in sorted(POOLED))],
+)
 PRE_STOP_MARGIN = 10.0
 """Seconds of a pod's grace period beyond what it may use: for sidecars, which are idle by then, and for goodbyes."""
 LOADER: Manifest = yaml.safe_load((FOLDER / "model-loader.yaml").read_text())
@@ -105,9 +110,7 @@ def test_a_field_that_does_not_exist_is_noticed(
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for each Secret, as docs/kubernetes.md makes them."""
     folder = tmp_path_factory.mktemp("secrets")
-    make(folder)
-    (folder / "api-keys").mkdir()
-    (folder / "api-keys" / "api-keys").write_text("a-key")
+    make_secrets(folder)
     return folder
 
 
@@ -124,7 +127,7 @@ def configuration(
         for name in secrets_of(workload.volumes[volume])
     ]
     for name, value in environment.items():
-        if value.startswith("/run/baton/"):
+        if value.startswith("/run/"):
             (environment[name],) = (
                 str(path) for folder in folders for path in folder.iterdir() if path.name == Path(value).name
             )
@@ -141,9 +144,10 @@ def test_every_service_starts_with_its_environment_and_its_own_secret(overlay: s
         )
         assert config.instance_id().startswith(workload.pod_name)
         mounted = {name for volume in container.mounts for name in secrets_of(workload.volumes[volume])}
-        assert mounted == {f"baton-{service}"} | ({"baton-api-keys"} if service == "gateway" else set())
+        further = {"gateway": {"baton-api-keys"}, "kvstore": {"baton-kvstore-tls"} if overlay in POOLED else set()}
+        assert mounted == {f"baton-{service}"} | further.get(service, set())
         if isinstance(config, GatewayConfig):
-            assert config.api_keys == ("a-key",)
+            assert config.api_keys == (KEY,)
 
 
 @EVERY_OVERLAY
@@ -283,8 +287,8 @@ def test_the_patches_of_the_manual_do_what_it_says(tmp_path: Path, secrets: Path
 
 
 @POD_ENGINES
-def test_an_engines_containers_name_each_other_and_share_the_arena(overlay: str, secrets: Path) -> None:
-    engine = Workload(named(rendered(overlay), "StatefulSet", "engine"))
+def test_an_engines_containers_name_each_other_and_share_the_arena(overlay: str, name: str, secrets: Path) -> None:
+    engine = Workload(named(rendered(overlay), "StatefulSet", name))
     found = {each.name: configuration(overlay, engine, each, secrets) for each in engine.containers}
     scheduler, worker, store = (found[name] for name in ("scheduler", "worker", "kvstore"))
     assert isinstance(scheduler, SchedulerConfig)
@@ -299,16 +303,16 @@ def test_an_engines_containers_name_each_other_and_share_the_arena(overlay: str,
     limit = parse_bytes(engine.volumes["arena"]["emptyDir"]["sizeLimit"] + "B")
     assert engine.volumes["arena"]["emptyDir"]["medium"] == "Memory"
     assert store.kvstore_memory < limit
-    for name in ("worker", "kvstore"):
-        assert store.directory.startswith(f"{containers[name].mounts['arena']}/")
-        assert parse_bytes(containers[name].spec["resources"]["limits"]["memory"] + "B") > limit, name
+    for each in ("worker", "kvstore"):
+        assert store.directory.startswith(f"{containers[each].mounts['arena']}/")
+        assert parse_bytes(containers[each].spec["resources"]["limits"]["memory"] + "B") > limit, each
 
 
 @EVERY_OVERLAY
 def test_one_name_of_the_model_for_all(overlay: str, secrets: Path) -> None:
     found = [configuration(overlay, workload, each, secrets) for workload, each, _ in own_containers(overlay)]
     names = [each.model_name() for each in found if isinstance(each, ModelServiceConfig)]
-    assert len(names) == (4 if overlay in GROUPED else 3)
+    assert len(names) == (4 if overlay in GROUPED | POOLED else 3)
     assert len(set(names)) == 1
 
 

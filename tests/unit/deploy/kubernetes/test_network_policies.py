@@ -61,6 +61,9 @@ def test_exactly_what_is_needed_passes(overlay: str) -> None:
         ports = {port for each in workloads(rendered(overlay)) for c in each.containers for port in c.ports.values()}
         ranks = itertools.permutations(("engine", "engine-worker"))
         needed |= {Connection(a, b, port) for a, b in ranks for port in ports}
+    if overlay == "pools":
+        stores = itertools.permutations(("engine", "prefill"))
+        needed |= {Connection(a, b, port) for a, b in stores for port in (6224, 6225)}
     if overlay == "gpu":
         needed |= {Connection("prometheus", name, port) for name in services for port in (9090, 9091, 9092)}
     assert open_connections(overlay) == needed
