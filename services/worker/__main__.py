@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -121,8 +122,12 @@ def release_start_memory() -> None:
 
 
 def main() -> None:
-    """See `run_rank`."""
+    """See `run_rank`, and `run_local_ranks` for several."""
     config = load_or_exit("worker", WorkerConfig)
+    if config.local_ranks > 1:
+        from services.worker.local_ranks import run_local_ranks
+
+        sys.exit(run_local_ranks(config, sys.argv[1:]))
     run_rank(
         config,
         lambda sleep: run_service(config, lambda bus: build(config, bus, sleep, release_start_memory), "worker"),

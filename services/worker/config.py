@@ -340,8 +340,9 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
     ] = 256 * 2**20
 
     def __post_init__(self) -> None:
-        if self.rank >= self.world_size:
-            raise ValueError(f"rank = {self.rank}: must be below world_size, which is {self.world_size}")
+        if self.rank + self.local_ranks > self.world_size:
+            sizes = f"rank = {self.rank}, local_ranks = {self.local_ranks}"
+            raise ValueError(f"{sizes}: world_size, which is {self.world_size}, must be at least their sum")
         if self.world_size % self.pp:
             raise ValueError(f"pp = {self.pp}: world_size, which is {self.world_size}, must be a multiple of it")
         if self.pp_layers and len(self.pp_layers) != self.pp:
@@ -383,7 +384,7 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
             except GenerationConfigError as error:
                 raise ValueError(f"override_generation_config: {error}") from None
         self.check_simulated(self.world_size)
-        if self.world_size > 1 and self.rendezvous is None and self.device != "sim":
+        if self.local_ranks < self.world_size and self.rendezvous is None and self.device != "sim":
             raise ValueError("rendezvous: must be set where there are several ranks")
 
     def _check_group(self) -> None:

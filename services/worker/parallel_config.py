@@ -78,6 +78,15 @@ class ParallelConfig(SimulatedDeviceConfig, frozen=True, kw_only=True):
         UpOption("How many"),
     ] = None
 
+    local_ranks: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Ranks that a container has, from `rank` on, each with a device of its own: this process "
+            "starts them, and they end together. `baton up` starts ranks itself.",
+        ),
+    ] = 1
     prefill_context_parallel_size: Annotated[
         int,
         Meta(

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import pytest
 from openai import AuthenticationError
 
+from tests.support.kubernetes.manifests import rendered
 from tests.support.kubernetes.running_pods import DEADLINE, MODEL, RunningPods, running_pods
 
 
 @pytest.fixture(scope="module")
 def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPods]:
-    with running_pods(tmp_path_factory.mktemp("kubernetes"), "demo") as running:
+    with running_pods(tmp_path_factory.mktemp("kubernetes"), rendered("demo")) as running:
         yield running
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from services.offline import LLM, SamplingParams
 from tests.support.kubernetes.kubelet import Pod
+from tests.support.kubernetes.manifests import rendered
 from tests.support.kubernetes.running_pods import DEADLINE, MODEL, SERVICES, RunningPods, running_pods, together
 from tests.support.paths import DEMO_MODEL
 
@@ -18,7 +19,7 @@ QUESTION = "What is the capital of France?"
 @pytest.fixture(scope="module")
 def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPods]:
     folder = tmp_path_factory.mktemp("kubernetes")
-    with running_pods(folder, "multi-node", (*SERVICES, "engine-worker")) as running:
+    with running_pods(folder, rendered("multi-node"), (*SERVICES, "engine-worker")) as running:
         yield running
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.support.cluster.nats_server import BINARY as NATS_SERVER
 from tests.support.cluster.ports import free_port
-from tests.support.kubernetes.manifests import Manifest, named, rendered
+from tests.support.kubernetes.manifests import Manifest, named
 from tests.support.kubernetes.pods import Container, Workload, images, workloads
 from tests.support.paths import REPOSITORY
 
@@ -38,10 +38,10 @@ RENDEZVOUS_PORT = 29500
 class ClusterFolder:
     """What is outside of pods: Secrets, the model, ports of Services."""
 
-    def __init__(self, folder: Path, overlay: str, secrets: Path, model: Path) -> None:
+    def __init__(self, folder: Path, manifests: tuple[Manifest, ...], secrets: Path, model: Path) -> None:
         """`secrets`: a folder for each Secret, without `baton-`."""
         self.folder, self.secrets, self.model = folder, secrets, model
-        self.manifests = rendered(overlay)
+        self.manifests = manifests
         self.nats_port = free_port()
         self.rendezvous_port = free_port()
         """Where the ranks of a LeaderWorkerSet's pods meet."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -40,6 +42,14 @@ def rendered(overlay: str) -> tuple[Manifest, ...]:
     return rendered_folder(FOLDER / "overlays" / overlay)
 
 
+def composed(folder: Path, kustomization: Mapping[str, Any]) -> tuple[Manifest, ...]:
+    """All objects of a kustomization that is written into `folder`. Resources and components are named as in FOLDER."""
+    there = os.path.relpath(FOLDER, folder)
+    named_here = {key: [f"{there}/{each}" for each in kustomization[key]] for key in ("resources", "components")}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump({**kustomization, **named_here}))
+    return rendered_folder(folder)
+
+
 def rendered_folder(folder: Path) -> tuple[Manifest, ...]:
     """All objects of a kustomization. Fails where kustomize refuses it."""
     done = subprocess.run(
@@ -47,6 +57,14 @@ def rendered_folder(folder: Path) -> tuple[Manifest, ...]:
     )
     assert done.returncode == 0, done.stderr
     return tuple(yaml.safe_load_all(done.stdout))
+
+
+def patches_of_the_manual(section: str) -> list[Manifest]:
+    """Those that a section of docs/kubernetes.md shows."""
+    page = (REPOSITORY / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    text = page.partition(f"### {section}\n")[2].partition("\n### ")[0]
+    blocks = [yaml.safe_load(each) for each in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    return [patch for each in blocks for patch in (each["patches"] if isinstance(each, dict) else each)]
 
 
 def of_kind(manifests: tuple[Manifest, ...], *kinds: str) -> Iterator[Manifest]:

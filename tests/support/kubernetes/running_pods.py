@@ -15,6 +15,7 @@ from typing import NamedTuple
 from openai import OpenAI
 
 from tests.support.kubernetes.kubelet import HERE, ClusterFolder, Pod
+from tests.support.kubernetes.manifests import Manifest
 from tests.support.kubernetes.secrets import KEY, make_secrets
 from tests.support.kv.prompts import retries_in
 from tests.support.paths import DEMO_MODEL
@@ -79,11 +80,13 @@ def together(pods: Sequence[Pod]) -> ThreadPoolExecutor:
 
 
 @contextlib.contextmanager
-def running_pods(folder: Path, overlay: str, services: Sequence[str] = SERVICES) -> Iterator[RunningPods]:
+def running_pods(
+    folder: Path, manifests: tuple[Manifest, ...], services: Sequence[str] = SERVICES
+) -> Iterator[RunningPods]:
     """Every pod is ready; KEY is a client's."""
     secrets = folder / "secrets"
     make_secrets(secrets, stores=HERE)
-    cluster = ClusterFolder(folder, overlay, secrets, DEMO_MODEL)
+    cluster = ClusterFolder(folder, manifests, secrets, DEMO_MODEL)
     running = {name: cluster.pod(name) for name in ("nats", *services)}
     nats, *others = running.values()
     try:

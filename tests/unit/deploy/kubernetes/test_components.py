@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import yaml
 from deploy.launchers.kubernetes_launcher import WORKLOADS
 from deploy.observability.prometheus_rule import MANIFEST, RULES, prometheus_rule
 from services.encoder.config import EncoderConfig
-from tests.support.kubernetes.manifests import FOLDER, Manifest, named, of_kind, rendered_folder, selects, violations
+from tests.support.kubernetes.manifests import Manifest, composed, named, of_kind, selects, violations
 from tests.support.kubernetes.pods import Workload
 from tests.unit.deploy.kubernetes.test_manifests import configuration, secrets
 
@@ -23,11 +22,8 @@ __all__ = ["secrets"]
 @pytest.fixture(scope="module")
 def manifests(tmp_path_factory: pytest.TempPathFactory) -> tuple[Manifest, ...]:
     folder = tmp_path_factory.mktemp("overlay")
-    there = os.path.relpath(FOLDER, folder)
-    components = [f"{there}/components/{name}" for name in ("nats", "images", "monitoring")]
-    composed = {"namespace": "baton", "resources": [f"{there}/base"], "components": components}
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(composed))
-    return rendered_folder(folder)
+    components = [f"components/{name}" for name in ("nats", "images", "monitoring")]
+    return composed(folder, {"namespace": "baton", "resources": ["base"], "components": components})
 
 
 def test_encoders_are_as_tokenizers_are_but_for_what_they_need(manifests: tuple[Manifest, ...], secrets: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,11 @@ from tests.support.kubernetes.manifests import (
     KUBERNETES,
     OVERLAYS,
     Manifest,
+    composed,
     named,
     of_kind,
+    patches_of_the_manual,
     rendered,
-    rendered_folder,
     selects,
     title,
     violations,
@@ -259,19 +259,14 @@ def test_a_groups_worker_waits_for_its_leaders_drain(overlay: str) -> None:
 
 def test_the_patches_of_the_manual_do_what_it_says(tmp_path: Path, secrets: Path) -> None:
     """On engines of several pods, beside the other components and with images from a registry."""
-    page = (REPOSITORY / "docs" / "kubernetes.md").read_text(encoding="utf-8")
-    first, second = re.findall(r"```yaml\n(.*?)```", page.partition("### Engines of several pods")[2], re.DOTALL)[:2]
-    folder = os.path.relpath(FOLDER, tmp_path)
-    components = [f"{folder}/components/{name}" for name in ("nats", "leaderworkerset", "monitoring", "autoscaling")]
-    composed = {
+    kustomization = {
         "namespace": "baton",
-        "resources": [f"{folder}/base"],
-        "components": components,
+        "resources": ["base"],
+        "components": [f"components/{name}" for name in ("nats", "leaderworkerset", "monitoring", "autoscaling")],
         "images": [{"name": "baton-worker", "newName": "registry.example.com/baton-worker", "newTag": "1"}],
-        **yaml.safe_load(first + second),
+        "patches": patches_of_the_manual("Engines of several pods"),
     }
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(composed))
-    manifests = rendered_folder(tmp_path)
+    manifests = composed(tmp_path, kustomization)
     assert [problem for each in manifests for problem in violations(each)] == []
     groups = named(manifests, "LeaderWorkerSet", "engine")
     target = named(manifests, "ScaledObject", "engine")["spec"]["scaleTargetRef"]

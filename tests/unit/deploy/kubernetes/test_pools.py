@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -15,7 +14,17 @@ from deploy.launchers.kubernetes_launcher import WORKLOADS
 from deploy.supervisor.cluster.certificates import is_for
 from kvstore.config import KvStoreConfig
 from services.scheduler.config import SchedulerConfig
-from tests.support.kubernetes.manifests import FOLDER, Manifest, named, of_kind, rendered, rendered_folder, violations
+from services.worker.config import WorkerConfig
+from tests.support.kubernetes.manifests import (
+    FOLDER,
+    Manifest,
+    composed,
+    named,
+    of_kind,
+    patches_of_the_manual,
+    rendered,
+    violations,
+)
 from tests.support.kubernetes.pods import Container, Workload
 from tests.support.kubernetes.secrets import STORES
 from tests.support.paths import REPOSITORY
@@ -38,12 +47,11 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Manifest, ...]
     """The GPUs' overlay with pools, scaled each."""
     folder = tmp_path_factory.mktemp("overlay")
     shutil.copytree(FOLDER / "overlays" / "gpu", folder, dirs_exist_ok=True)
-    file, there = folder / "kustomization.yaml", os.path.relpath(FOLDER, folder)
-    composed = yaml.safe_load(file.read_text().replace("../..", there))
-    composed["components"].insert(0, f"{there}/components/pools")
-    composed["components"].append(f"{there}/components/pools/autoscaling")
-    file.write_text(yaml.safe_dump(composed))
-    return rendered_folder(folder)
+    gpu = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    others = [each.removeprefix("../../") for each in gpu["components"]]
+    components = ["components/pools", *others, "components/pools/autoscaling"]
+    patches = gpu["patches"] + patches_of_the_manual("Several GPUs in a pod")
+    return composed(folder, {**gpu, "resources": ["base"], "components": components, "patches": patches})
 
 
 @pytest.mark.parametrize("workload", ROLES)
@@ -92,9 +100,21 @@ def test_what_other_components_change_of_engines_they_change_of_both(everything:
         return re.sub(r"(?m)^( *)(name|pool|value): (prefill|decode|engine)$", r"\1\2: ROLE", text)
 
     assert "redis-url" in rest("engine")
-    assert "nvidia.com/gpu" in rest("engine")
+    assert "nvidia.com/gpu: '2'" in rest("engine")
     assert rest("prefill") == rest("engine")
     assert "replicas" not in named(everything, "StatefulSet", "prefill")["spec"]
+
+
+def test_a_pod_has_as_many_ranks_as_its_scheduler_plans_for(everything: tuple[Manifest, ...], secrets: Path) -> None:
+    for workload in ROLES:
+        pod, own = container(everything, workload, "worker")
+        ranks = configuration(everything, pod, own, secrets)
+        pod, own = container(everything, workload, "scheduler")
+        scheduler = configuration(everything, pod, own, secrets)
+        assert isinstance(ranks, WorkerConfig)
+        assert isinstance(scheduler, SchedulerConfig)
+        assert ranks.local_ranks == ranks.world_size == scheduler.world_size == 2
+        assert ranks.engine == scheduler.instance == pod.pod_name
 
 
 def test_each_pool_is_scaled_by_its_own_requests(everything: tuple[Manifest, ...]) -> None:
