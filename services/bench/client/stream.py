@@ -29,7 +29,7 @@ class StreamSummary(NamedTuple):
     """The contents and times of a finished stream."""
 
     token_times: list[float]
-    """When each frame that carries tokens arrived; of an answer without any text, when it ended."""
+    """When each token's frame arrived; of an answer without any text, when it ended."""
     prompt_tokens: int | None
     output_tokens: int
     """Output tokens according to the server's usage; without usage, the number of frames."""
@@ -87,10 +87,15 @@ class FrameScanner:
         if not tail or tail[-1] is not None:
             raise StreamError("the stream broke off before [DONE]")
         silent = {count - len(tail) + i for i, event in enumerate(tail) if not _carries_tokens(event)}
-        for i, frame in enumerate(self._head):
-            if _is_opening(_decoded(frame)):
-                silent.add(i)
-        times = [time for i, time in enumerate(self._times) if i not in silent] or self._end(tail)
+        opening = self._opening()
+        # Servers name the role with the first token. Its text comes beside it, unless a parser of reasoning or calls
+        # holds it back: then the role is all that says when the first token came, to vLLM's client, too.
+        alone = opening is not None and self._times[opening : opening + 1] != self._times[opening + 1 : opening + 2]
+        if opening is not None and not alone:
+            silent.add(opening)
+        times = [time for i, time in enumerate(self._times) if i not in silent]
+        if len(times) == alone:
+            times += self._end(tail)
         usage: dict[str, Any] = next((e["usage"] for e in reversed(tail) if e is not None and e.get("usage")), {})
         return StreamSummary(
             token_times=times,
@@ -100,6 +105,10 @@ class FrameScanner:
             cached_tokens=_cached_tokens(usage),
             text="".join(_answer(_choice(_decoded(frame))) for frame in self._all or ()),
         )
+
+    def _opening(self) -> int | None:
+        """The place of the frame that names a chat's role, where it says nothing."""
+        return next((i for i, frame in enumerate(self._head) if _is_opening(_decoded(frame))), None)
 
     def _end(self, tail: Sequence[dict[str, Any] | None]) -> list[float]:
         """When the answer ended, of one whose tokens gave no text, as that which stops at once; none that did not."""
@@ -153,7 +162,7 @@ def _carries_tokens(event: dict[str, Any] | None) -> bool:
 
 
 def _is_opening(event: dict[str, Any] | None) -> bool:
-    """A chat stream's first frame, which names the role before there is any token."""
+    """A chat stream's first frame, which names the role and says nothing."""
     choice = _choice(event)
     return choice is not None and "role" in (choice.get("delta") or {}) and not _text(choice)
 

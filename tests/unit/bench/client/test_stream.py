@@ -22,16 +22,18 @@ def text(content: str, finish: str | None = None) -> dict[str, Any]:
     return {"choices": [{"index": 0, "text": content, "finish_reason": finish}]}
 
 
-def delta(finish: str | None = None, **fields: str) -> dict[str, Any]:
+def delta(finish: str | None = None, **fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
 
 
 def read(*events: Any, usage: bool = True) -> StreamSummary:
-    """One event each second, from second 1."""
+    """One event each second, from second 1; those of a list come together."""
     scanner = FrameScanner()
     last = [*events, *([USAGE] if usage else []), b"[DONE]"]
     for second, value in enumerate(last, 1):
-        scanner.feed(value if isinstance(value, bytes) and value.startswith(b":") else event(value), float(second))
+        together = value if isinstance(value, list) else [value]
+        data = b"".join(e if isinstance(e, bytes) and e.startswith(b":") else event(e) for e in together)
+        scanner.feed(data, float(second))
     return scanner.finish()
 
 
@@ -40,9 +42,17 @@ def test_each_frame_with_text_is_a_token() -> None:
     assert stream == StreamSummary([1.0, 2.0, 3.0], 7, 5, "length")
 
 
-def test_a_chats_role_and_end_are_no_tokens() -> None:
+def test_a_chats_role_beside_the_first_text_and_the_end_are_no_tokens() -> None:
+    first = [delta(role="assistant", content=""), delta(content="a")]
+    assert read(first, delta(content="b"), delta("stop")) == StreamSummary([1.0, 2.0], 7, 5, "stop")
+
+
+def test_a_role_without_text_says_when_the_first_token_came() -> None:
+    """As of a model that reasons or calls: what its tokens say is not decided yet."""
     stream = read(delta(role="assistant", content=""), delta(content="a"), delta(content="b"), delta("stop"))
-    assert stream == StreamSummary([2.0, 3.0], 7, 5, "stop")
+    assert stream.token_times == [1.0, 2.0, 3.0]
+    called = read(delta(role="assistant", content=""), delta("tool_calls", tool_calls=[]))
+    assert called.token_times == [1.0, 2.0], "nothing was text, and it lasted until its end"
 
 
 def test_a_first_frame_with_role_and_text_is_a_token() -> None:
@@ -54,12 +64,12 @@ def test_an_incomplete_character_counts_as_a_token() -> None:
 
 
 def test_a_reasoning_model_streams_tokens_before_its_content() -> None:
-    assert read(delta(role="assistant"), delta(reasoning_content="hm"), delta("stop")).token_times == [2.0]
+    assert read(delta(role="assistant"), delta(reasoning_content="hm"), delta("stop")).token_times == [1.0, 2.0]
 
 
 def test_an_answer_whose_tokens_give_no_text_comes_with_its_end() -> None:
     assert read(text("", "stop")) == StreamSummary([1.0], 7, 5, "stop")
-    assert read(delta(role="assistant", content=""), delta("stop")).token_times == [2.0]
+    assert read([delta(role="assistant", content=""), delta("stop")]).token_times == [1.0]
     assert read().token_times == [], "nothing was answered"
 
 
