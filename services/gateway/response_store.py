@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from services.gateway.api.errors import RequestError, abbreviated, invalid
 from services.gateway.api.responses.item_references import MAX_REFERENCED, response_of, unknown_item
-from services.gateway.api.responses.written_items import written_items
+from services.gateway.api.responses.written_items import joined, written_items
 from services.gateway.conversations.conversation_store import ConversationLimits, ConversationStore
 from services.gateway.database.oldest_first import OldestFirst, RecordLimits
 from services.gateway.database.records import CHUNK_BYTES, Database, DatabaseUnavailable, Hold, Record, RecordUnknown
@@ -77,9 +77,18 @@ class WrittenResponse(NamedTuple):
         """OpenAI's status of a response."""
         return _status.decode(self.json).status
 
+    @property
+    def output(self) -> bytes:
+        """Its items, a JSON array."""
+        return bytes(_output.decode(self.json).output)
+
 
 class _Status(Struct):
     status: str
+
+
+class _Output(Struct):
+    output: msgspec.Raw
 
 
 class _Behind(Struct):
@@ -93,10 +102,10 @@ _BEFORE, _BEHIND = b'{"response":', b',"items_size":'
 """What is around the response in a record. The latter stands nowhere behind it once more: quotes within a text have a
 backslash before them."""
 _status = msgspec.json.Decoder(_Status)
+_output = msgspec.json.Decoder(_Output)
 _behind = msgspec.json.Decoder(_Behind)
 _decoder = msgspec.json.Decoder(StoredResponse)
 _encoder = msgspec.json.Encoder()
-_raw_items = msgspec.json.Decoder(list[msgspec.Raw])
 _events: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -148,10 +157,7 @@ class ResponseStore:
                 await hold(await self.database.value_size(KIND, id))
             except DatabaseUnavailable as error:
                 raise _unavailable(error) from None
-        value = (await self._record(id, owner)).value
-        end = value.rindex(_BEHIND)
-        behind = _behind.decode(b"{" + value[end + 1 :])
-        return WrittenResponse(value[len(_BEFORE) : end], behind.items_size, behind.body is not None)
+        return _as_written(await self._record(id, owner))
 
     async def _record(self, id: str, owner: str) -> Record:
         try:
@@ -184,7 +190,8 @@ class ResponseStore:
         for room for it first. Raises RequestError 400 where it is not known, or has not ended well."""
         field = "previous_response_id"
         try:
-            record, stored = await self.find(id, owner)
+            record = await self._record(id, owner)
+            stored = _as_written(record)
             await hold(len(record.value) + stored.items_size)
             items = await self.items(id, stored)
         except RequestError as error:
@@ -195,12 +202,12 @@ class ResponseStore:
         if stored.status not in CONTINUED:
             text = f"{field}: {abbreviated(id)} is {stored.status}; one that is completed or incomplete is allowed"
             raise RequestError(400, text, param=field)
-        return _encoder.encode([*_raw_items.decode(items), *stored.response["output"]])
+        return joined(items, stored.output)
 
     async def referenced(self, ids: Sequence[str], owner: str, hold: Hold) -> bytes:
         """Returns stored items by their ids, as a JSON object; `hold` is asked for room for what is looked through.
         Raises RequestError: 404 where one is not there, 400 where too much is to be looked through for them."""
-        found: dict[str, Any] = {}
+        found: dict[str, msgspec.Raw] = {}
         left = MAX_REFERENCED
         for response in dict.fromkeys(map(response_of, ids)):
             wanted = {id for id in ids if response_of(id) == response}
@@ -211,12 +218,14 @@ class ResponseStore:
         return msgspec.json.encode(found)
 
     async def _find_items(
-        self, response: str, owner: str, wanted: set[str], found: dict[str, Any], most: int, hold: Hold
+        self, response: str, owner: str, wanted: set[str], found: dict[str, msgspec.Raw], most: int, hold: Hold
     ) -> int:
         """Adds the items of a response that are `wanted` to `found`; how many bytes it has looked through for them."""
         try:
-            record, stored = await self.find(response, owner)
-            found |= {item["id"]: item for item in stored.response["output"] if item["id"] in wanted}
+            record = await self._record(response, owner)
+            stored = _as_written(record)
+            output = await written_items(stored.output)
+            found |= {item.id: item.json for item in output if item.id in wanted}
             all_found = wanted <= found.keys()
             size = len(record.value) + (0 if all_found else stored.items_size)
             if size > most:
@@ -320,6 +329,13 @@ class ResponseStore:
             await self.database.delete(KIND, id)
         except DatabaseUnavailable as error:
             raise _unavailable(error) from None
+
+
+def _as_written(record: Record) -> WrittenResponse:
+    value = record.value
+    end = value.rindex(_BEHIND)
+    behind = _behind.decode(b"{" + value[end + 1 :])
+    return WrittenResponse(value[len(_BEFORE) : end], behind.items_size, behind.body is not None)
 
 
 def _unavailable(error: DatabaseUnavailable) -> RequestError:

@@ -28,6 +28,7 @@ from services.gateway.api.generation import GenerationRequest, RequestLimits, ch
 from services.gateway.api.responses.input_items import Item, Turns, add_items, is_developers, is_unfinished, numbered
 from services.gateway.api.responses.item_references import referred_ids, resolved
 from services.gateway.api.responses.tools import chat_tool_choice, chat_tools
+from services.gateway.api.responses.written_items import joined, prompt_items
 from services.gateway.api.structured_outputs import ResponseFormat, StructuredOutputs
 from services.gateway.parsing.output_dialect import OutputDialect
 from shared.ids import ModelName
@@ -256,7 +257,7 @@ def read_responses(
         _check_conversation(fields, history)
     if fields.previous_response_id is not None and history is None:
         raise unsupported("previous_response_id", "going on from a stored response where nothing is stored")
-    earlier: list[Item] = [] if history is None else msgspec.json.decode(history)
+    earlier: list[Item] = [] if history is None else prompt_items(history)
     if isinstance(fields.input, list) and (ids := referred_ids(fields.input)):
         if referenced is None:
             return ids
@@ -270,7 +271,7 @@ def read_responses(
     identity = secrets.token_hex(24)
     added, items = numbered(fields.input, identity), b""
     if fields.store is not False or fields.conversation is not None:
-        items = msgspec.json.encode([*earlier, *added])
+        items = joined(history or b"[]", msgspec.json.encode(added))
     asked = (_echoed(fields), fields.store, items, len(added), bool(fields.background))
     return ResponseRequest(generation, *asked, f"resp_{identity}")
 

@@ -1,10 +1,11 @@
-"""Stored items that are only passed on: all those of a conversation may be millions of values."""
+"""Stored items as they were written: all those of a conversation may be millions of values, most of them
+log-probabilities, which no prompt has."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 from msgspec import Struct
@@ -23,8 +24,35 @@ class _Named(Struct):
     id: str
 
 
+class _ReadPart(TypedDict, total=False):
+    type: Any
+    text: Any
+    refusal: Any
+    image_url: Any
+    file_id: Any
+    detail: Any
+
+
+class _ReadItem(TypedDict, total=False):
+    type: Any
+    id: Any
+    status: Any
+    role: Any
+    content: str | list[_ReadPart] | None
+    summary: str | list[_ReadPart] | None
+    encrypted_content: Any
+    call_id: Any
+    name: Any
+    namespace: Any
+    arguments: Any
+    input: Any
+    output: str | list[_ReadPart] | None
+    tools: Any
+
+
 _written = msgspec.json.Decoder(list[msgspec.Raw])
 _named = msgspec.json.Decoder(_Named)
+_read = msgspec.json.Decoder(list[_ReadItem])
 
 
 async def written_items(items: bytes) -> list[WrittenItem]:
@@ -36,3 +64,15 @@ async def written_items(items: bytes) -> list[WrittenItem]:
             await asyncio.sleep(0)
             since = time.monotonic()
     return found
+
+
+def joined(*arrays: bytes) -> bytes:
+    """Returns the items of JSON arrays as one array."""
+    insides = (array.strip()[1:-1].strip() for array in arrays)
+    return b"[%b]" % b",".join(inside for inside in insides if inside)
+
+
+def prompt_items(items: bytes) -> list[dict[str, Any]]:
+    """Returns of the items of a JSON array that was stored what makes the prompt."""
+    read: list[dict[str, Any]] = _read.decode(items)
+    return read
