@@ -9,7 +9,7 @@ from typing import Any
 
 from services.gateway.api.embeds.images import foreign_image, read_detail
 from services.gateway.api.errors import abbreviated, invalid, not_allowed, unsupported
-from services.gateway.api.responses.tools import input_call
+from services.gateway.api.responses.tools import ADDITIONAL, chat_tools, input_call
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -23,6 +23,7 @@ _PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
+    ADDITIONAL: "at",
 }
 STATUSES = ("in_progress", "completed", "incomplete")
 
@@ -123,6 +124,8 @@ def _read(item: Item, where: str, turns: Turns) -> None:
         case "reasoning":
             if text := _reasoning(item, where):
                 turns.reason(text)
+        case "additional_tools":
+            _check_tools(item, where)
         case str(kind):
             raise unsupported(f"{where}.type", f"an item of type {abbreviated(kind)}")
         case other:
@@ -169,6 +172,16 @@ def _call_output(item: Item, where: str) -> Message:
     if not isinstance(call, str):
         raise not_allowed(f"{where}.call_id", call, "the call_id of a call is")
     return {"role": "tool", "tool_call_id": call, "content": _text(item.get("output"), f"{where}.output", "input_text")}
+
+
+def _check_tools(item: Item, where: str) -> None:
+    """Checks the tools that an item adds; `offered_tools` has them."""
+    if item.get("role", "developer") != "developer":
+        raise not_allowed(f"{where}.role", item["role"], "'developer' is")
+    tools = item.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise not_allowed(f"{where}.tools", tools, "a list of tools is")
+    chat_tools(tools, f"{where}.tools")
 
 
 def _reasoning(item: Item, where: str) -> str:

@@ -27,7 +27,7 @@ from services.gateway.api.fields.reasoning_effort import REASONING_EFFORTS
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
 from services.gateway.api.responses.input_items import Item, Turns, add_items, is_developers, is_unfinished, numbered
 from services.gateway.api.responses.item_references import referred_ids, resolved
-from services.gateway.api.responses.tools import chat_tool_choice, chat_tools
+from services.gateway.api.responses.tools import chat_tool_choice, chat_tools, offered_tools
 from services.gateway.api.responses.written_items import joined, prompt_items
 from services.gateway.api.structured_outputs import ResponseFormat, StructuredOutputs
 from services.gateway.parsing.output_dialect import OutputDialect
@@ -103,6 +103,7 @@ class ResponsesFields(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: PromptCacheFields | None = None
     service_tier: str | None = None
+    client_metadata: dict[str, Any] | None = None
     # vLLM's.
     top_k: int | None = None
     min_p: float | None = None
@@ -335,6 +336,12 @@ def _chat_fields(
     if not items:
         raise invalid("input", "[] is not allowed; a text or at least one item is needed")
     chat = ChatFields(messages=_conversation(fields.instructions, earlier, items))
+    if fields.tools is not None:
+        chat_tools(fields.tools)  # checked by the client's places first
+    if tools := offered_tools(fields.tools or [], [*earlier, *items]):
+        fields.tools, chat.tools = tools, chat_tools(tools)
+    else:
+        fields.tools = None
     for name in _SHARED:
         setattr(chat, name, getattr(fields, name))
     if is_unfinished(items[-1]):
@@ -342,8 +349,6 @@ def _chat_fields(
     chat.max_tokens = fields.max_output_tokens
     chat.logprobs, chat.top_logprobs = LOGPROBS in (fields.include or []), fields.top_logprobs
     chat.truncate_prompt_tokens = -1 if fields.truncation == "auto" else None
-    if fields.tools is not None:
-        chat.tools = chat_tools(fields.tools)
     chat.tool_choice = chat_tool_choice(fields.tool_choice, fields.tools or [])
     if fields.text is not None:
         chat.response_format = _response_format(fields.text)
@@ -385,8 +390,8 @@ def _reasoning(reasoning: ReasoningFields | None, dialect: OutputDialect, effort
     """What the chat template is told about how to reason; `efforts`: see `RequestLimits.efforts`."""
     if reasoning is None:
         return {}
-    for name in ("summary", "generate_summary"):
-        if getattr(reasoning, name) is not None:
+    for name in ("summary", "generate_summary"):  # `auto`: the best one that there is, and there is none
+        if getattr(reasoning, name) not in (None, "auto"):
             raise unsupported(f"reasoning.{name}", "a summary (the reasoning itself is shown)")
     if reasoning.context not in (None, "auto"):
         raise not_allowed("reasoning.context", reasoning.context, "'auto' is: the chat template decides")

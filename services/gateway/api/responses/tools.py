@@ -1,6 +1,7 @@
 """The tools of a response as functions of a chat, and what is called by the client's names again.
 
 Tools of a namespace have a joined name in the chat; custom tools, which take a text, are functions of one parameter.
+A search of the web that is to bring nothing new, as Codex offers it, is left out: there is nothing that it could find.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from services.gateway.api.errors import check_depth, hosted_tool, invalid, not_a
 
 SEPARATOR = "__"
 """Between a namespace and the name of its tool, as in vLLM and Codex."""
+ADDITIONAL = "additional_tools"
+"""Type of an item that adds tools."""
+_WEB_SEARCHES = ("web_search", "web_search_2025_08_26")
 _FUNCTION_FIELDS = ("type", "name", "description", "parameters", "strict")
 _CUSTOM_FIELDS = ("type", "name", "description", "format")
 _NAMESPACE_FIELDS = ("type", "name", "description", "tools")
@@ -33,16 +37,33 @@ def chat_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}{SEPARATOR}{name}"
 
 
-def chat_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the tools of the chat. Raises RequestError 400."""
-    check_depth("tools", tools)
+def chat_tools(tools: list[dict[str, Any]], field: str = "tools") -> list[dict[str, Any]]:
+    """Returns the tools of the chat. `field`: the client's name of them. Raises RequestError 400."""
+    check_depth(field, tools)
     functions: list[dict[str, Any]] = []
     for i, tool in enumerate(tools):
         if tool.get("type") == "namespace":
-            functions += _of_namespace(tool, f"tools[{i}]")
-        else:
-            functions.append(_function(tool, f"tools[{i}]", None))
+            functions += _of_namespace(tool, f"{field}[{i}]")
+        elif not _is_offline_search(tool):
+            functions.append(_function(tool, f"{field}[{i}]", None))
     return functions
+
+
+def offered_tools(tools: list[dict[str, Any]], items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the tools that the model has: checked ones of the request, and those that checked items of its input add;
+    of two with a name the later one."""
+    added = [tool for item in items if item.get("type") == ADDITIONAL for tool in item["tools"]]
+    named: dict[Any, dict[str, Any]] = {}
+    for tool in (*tools, *added):
+        if not _is_offline_search(tool):
+            key = tool["type"] == "namespace", tool.get("name")
+            named.pop(key, None)
+            named[key] = tool
+    return [*named.values()] if added else [tool for tool in tools if not _is_offline_search(tool)]
+
+
+def _is_offline_search(tool: dict[str, Any]) -> bool:
+    return tool.get("type") in _WEB_SEARCHES and tool.get("external_web_access") is False
 
 
 def call_targets(tools: Iterable[dict[str, Any]]) -> dict[str, CallTarget]:
@@ -107,10 +128,11 @@ def _function(tool: dict[str, Any], path: str, namespace: str | None) -> dict[st
         raise not_allowed(f"{path}.type", kind, "'function', 'custom' or 'namespace' is")
     _check_fields(tool, _FUNCTION_FIELDS if kind == "function" else _CUSTOM_FIELDS, path)
     function = {key: tool[key] for key in ("description", "parameters", "strict") if tool.get(key) is not None}
-    if name is not None:
-        if not isinstance(name, str):
-            raise not_allowed(f"{path}.name", name, "a text is")
-        function["name"] = chat_name(name, namespace)
+    if name is None:
+        raise invalid(f"{path}.name", "this field is required")
+    if not isinstance(name, str):
+        raise not_allowed(f"{path}.name", name, "a text is")
+    function["name"] = chat_name(name, namespace)
     if kind == "custom":
         function |= custom_parameters(tool.get("format"), f"{path}.format")
     return {"type": "function", "function": function}

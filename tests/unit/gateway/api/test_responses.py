@@ -30,6 +30,7 @@ WEATHER = {"type": "function", "name": "weather", "description": "Tells it.", "p
 CRM = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [WEATHER | {"name": "find"}]}
 SHELL: dict[str, Any] = {"type": "custom", "name": "shell", "description": "Runs it."}
 THINKS = OutputDialect(tools="hermes", reasoning="qwen3", controls=("enable_thinking",))
+OFFLINE: dict[str, Any] = {"type": "web_search", "external_web_access": False}
 LOGPROBS = ["message.output_text.logprobs"]
 
 
@@ -53,6 +54,34 @@ def messages(**fields: Any) -> Any:
 
 def call(number: int) -> dict[str, Any]:
     return {"type": "function_call", "call_id": f"c{number}", "name": "weather", "arguments": '{"city": "Rome"}'}
+
+
+def adding(*tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "additional_tools", "role": "developer", "tools": [*tools]}
+
+
+def test_items_add_tools_and_replace_those_of_a_name() -> None:
+    hi, new = {"role": "user", "content": "hi"}, WEATHER | {"description": "New."}
+    asked = read(tools=[WEATHER, OFFLINE], input=[adding(CRM), hi, adding(new, OFFLINE)])
+    assert asked.echoed["tools"] == [CRM, new]
+    shown = msgspec.json.decode(prompt(asked.generation).tools or b"")
+    assert [(each["function"]["name"], each["function"]["description"]) for each in shown] == [
+        ("crm__find", "Tells it."),
+        ("weather", "New."),
+    ]
+    assert msgspec.json.decode(prompt(asked.generation).messages) == [hi]
+    [stored, *_] = msgspec.json.decode(asked.items)
+    body = msgspec.json.encode({"input": "and now?"})
+    later = read_responses(body, [CARD], RequestLimits(), lambda _: THINKS, asked.items)
+    assert isinstance(later, ResponseRequest)
+    assert later.echoed["tools"] == [CRM, new]
+    assert (stored["id"][:3], msgspec.json.decode(later.items)[0]) == ("at_", stored)
+    assert prompt(read(tools=[OFFLINE]).generation).tools is None, "what is left of Codex's search is nothing"
+
+
+def test_what_codex_says_of_itself_changes_nothing() -> None:
+    said = read(client_metadata={"session_id": "x"}, reasoning={"summary": "auto"})
+    assert (prompt(said.generation), said.echoed) == (prompt(read().generation), read().echoed)
 
 
 def test_the_items_of_a_turn_become_one_message_of_a_chat() -> None:
@@ -251,6 +280,12 @@ def test_effort_is_what_the_chat_template_takes() -> None:
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "mcp"),
+        ({"tools": [{"type": "web_search"} | OFFLINE, {"type": "x"}]}, "tools[1].type", "'x'"),
+        ({"tools": [OFFLINE | {"external_web_access": True}]}, "tools[0].type", "web_search"),
+        ({"tools": [{"type": "custom"}], "tool_choice": {"type": "custom", "name": "x"}}, "tools[0].name", "required"),
+        ({"input": [adding({"type": "mcp"})]}, "input[0].tools[0].type", "mcp"),
+        ({"input": [adding(WEATHER) | {"role": "user"}]}, "input[0].role", "'developer' is"),
+        ({"input": [adding(WEATHER) | {"tools": "x"}]}, "input[0].tools", "a list of tools is"),
         ({"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name", "a-z"),
         ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading", "not supported"),
         ({"tools": [WEATHER | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type", "'object'"),
@@ -260,7 +295,7 @@ def test_effort_is_what_the_chat_template_takes() -> None:
         ({"text": {"format": {"type": "json_schema", "schema": 1}}}, "text.format.schema", "object"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_object"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "medium"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "summary"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "summary"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "minimal"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"top_logprobs": 2}, "top_logprobs", "include"),
