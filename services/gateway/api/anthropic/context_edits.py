@@ -85,7 +85,7 @@ def _without_thinking(turns: list[MessageFields], kept: int) -> list[MessageFiel
                 thoughtful, counted = thoughtful + 1, True
             if thinks and thoughtful > kept:
                 turn = MessageFields(role=turn.role, content=_thoughtless(turn.content))
-        elif turn.role != "assistant" and not _is_tool_results(turn):
+        elif turn.role not in ("assistant", "system") and not _is_tool_results(turn):
             counted = False
         result.append(turn)
     return result[::-1]

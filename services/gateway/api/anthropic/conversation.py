@@ -23,11 +23,17 @@ TOOL_REFERENCE = "Available: "
 """What the model is told of a tool that a result refers to, before the tool's name."""
 
 
+TOOL_CHANGES = ("tool_addition", "tool_removal")
+"""Types of blocks that say which tools there are from now on, and nothing that is read."""
+
+
 class MessageFields(Struct, kw_only=True):
     """One turn of the conversation."""
 
     role: str
     content: str | list[dict[str, Any]]
+    clear_at: str | None = None
+    output_config: dict[str, Any] | None = None
 
 
 Blocks = list[tuple[dict[str, Any], str]]
@@ -35,13 +41,16 @@ Blocks = list[tuple[dict[str, Any], str]]
 
 
 def chat_messages(system: str | list[dict[str, Any]] | None, turns: Sequence[MessageFields]) -> list[dict[str, Any]]:
-    """Returns the messages of a chat: the system prompt, then the turns. Turns of the role `system`, which some clients
-    send though Anthropic's API has none, belong to the system prompt, as in vLLM. Raises RequestError."""
+    """Returns the messages of a chat: the system prompt, then the turns. Turns of the role `system` belong to the
+    system prompt, as in vLLM. Raises RequestError."""
     given = [] if system is None else [_system(system, "system")]
     messages: list[dict[str, Any]] = []
+    last_user = max((i for i, turn in enumerate(turns) if turn.role in _OF_USERS), default=-1)
     for i, turn in enumerate(turns):
         if turn.role == "system":
-            given.append(_system(turn.content, f"messages[{i}].content"))
+            text = _system_turn(turn, f"messages[{i}]")
+            if text is not None and not (turn.clear_at == "next_user_message" and i < last_user):
+                given.append(text)
         else:
             messages += _messages(turn, f"messages[{i}]")
     if not messages:
@@ -52,8 +61,23 @@ def chat_messages(system: str | list[dict[str, Any]] | None, turns: Sequence[Mes
 def _system(given: str | list[dict[str, Any]], path: str) -> str:
     if isinstance(given, str):
         return given
-    texts = (plain_text(block, f"{path}[{i}]") for i, block in enumerate(given))
+    texts = (plain_text(block, f"{path}[{i}]") for i, block in enumerate(given) if not _changes_tools(block))
     return "\n".join(text for text in texts if not text.startswith(BILLING))
+
+
+def _system_turn(turn: MessageFields, path: str) -> str | None:
+    """What a turn of the role `system` says; None: it only changes the tools."""
+    if turn.clear_at not in (None, "never", "next_user_message"):
+        raise not_allowed(f"{path}.clear_at", turn.clear_at, "'never' or 'next_user_message' is")
+    if turn.output_config:
+        raise unsupported(f"{path}.output_config", "an output_config of one turn")
+    if turn.content and isinstance(turn.content, list) and all(map(_changes_tools, turn.content)):
+        return None
+    return _system(turn.content, f"{path}.content")
+
+
+def _changes_tools(block: dict[str, Any]) -> bool:
+    return block.get("type") in TOOL_CHANGES
 
 
 def _messages(message: MessageFields, path: str) -> list[dict[str, Any]]:
@@ -66,7 +90,10 @@ def _messages(message: MessageFields, path: str) -> list[dict[str, Any]]:
         return [{"role": role, "content": message.content}]
     if not message.content:
         raise invalid(f"{path}.content", "[] is not allowed; a text or at least one block is needed")
-    blocks = [(block, f"{path}.content[{i}]") for i, block in enumerate(message.content)]
+    named = [(block, f"{path}.content[{i}]") for i, block in enumerate(message.content)]
+    blocks = [(block, where) for block, where in named if not _changes_tools(block)]
+    if not blocks:
+        return []
     if role == "assistant":
         return [_assistant(blocks)]
     results: list[dict[str, Any]] = []
@@ -107,14 +134,6 @@ def _result_part(block: Any, where: str) -> dict[str, Any]:
             raise not_allowed(where, block, '{"type": "tool_reference", "tool_name": "…"} is')
         case _:
             return _part(block, where)
-
-
-def referenced_tools(turns: Sequence[MessageFields]) -> set[str]:
-    """Returns the names of the tools that results of checked turns refer to."""
-    blocks = [block for turn in turns if isinstance(turn.content, list) for block in turn.content]
-    results = [block.get("content") for block in blocks if block.get("type") == "tool_result"]
-    parts = [part for content in results if isinstance(content, list) for part in content]
-    return {part["tool_name"] for part in parts if part["type"] == "tool_reference"}
 
 
 def _assistant(blocks: Blocks) -> dict[str, Any]:

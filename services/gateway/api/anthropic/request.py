@@ -12,14 +12,13 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway.api.anthropic.context_edits import ContextManagementFields, checked_edits
-from services.gateway.api.anthropic.conversation import MessageFields, chat_messages, referenced_tools
+from services.gateway.api.anthropic.conversation import MessageFields, chat_messages
 from services.gateway.api.anthropic.tool_clearing import ToolClearing
+from services.gateway.api.anthropic.tools import offered_functions
 from services.gateway.api.chat import ChatFields, chat_request
 from services.gateway.api.errors import (
     RequestError,
-    check_depth,
     decode_body,
-    hosted_tool,
     invalid,
     not_allowed,
 )
@@ -173,8 +172,9 @@ def _chat_fields(fields: MessagesTokensFields, clear_tools: bool) -> ChatFields:
     last = chat.messages[-1]
     if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
         chat.continue_final_message = True  # a prefill: the answer goes on from it
-    if fields.tools is not None:
-        chat.tools = _tools(fields.tools, referenced_tools(fields.messages))
+    tools = offered_functions(fields.tools or [], fields.messages)
+    if tools or fields.tools is not None:
+        chat.tools = tools
     if fields.tool_choice is not None:
         chat.tool_choice, chat.parallel_tool_calls = _tool_choice(fields.tool_choice)
     _check_thinking(fields.thinking)
@@ -204,47 +204,6 @@ def _check_thinking(thinking: ThinkingFields | None) -> None:
         raise invalid("thinking.budget_tokens", "this field is required where thinking.type is 'enabled'")
     elif thinking.budget_tokens < MIN_THINKING:
         raise not_allowed("thinking.budget_tokens", thinking.budget_tokens, f"at least {MIN_THINKING}")
-
-
-def _tools(tools: list[dict[str, Any]], referenced: set[str]) -> list[dict[str, Any]]:
-    """The tools that the model is shown: those with `defer_loading` from the turn on whose results refer to them."""
-    shown = []
-    for i, tool in enumerate(tools):
-        function, deferred = _tool(tool, f"tools[{i}]"), tool.get("defer_loading")
-        if not isinstance(deferred, bool | None):
-            raise not_allowed(f"tools[{i}].defer_loading", deferred, "true or false is")
-        if not deferred or tool.get("name") in referenced:
-            shown.append(function)
-    if unknown := sorted(referenced - {str(tool.get("name")) for tool in tools}):
-        raise not_allowed("messages", unknown[0], "tool_name of a tool_reference is the name of one of the tools")
-    return shown
-
-
-def _tool(tool: dict[str, Any], path: str) -> dict[str, Any]:
-    if tool.get("type", "custom") not in ("custom", None):
-        raise hosted_tool(f"{path}.type", str(tool["type"]))
-    if "input_schema" not in tool:
-        raise invalid(f"{path}.input_schema", "this field is required")
-    callers = tool.get("allowed_callers")
-    if callers is not None and (not isinstance(callers, list) or "direct" not in callers):
-        raise not_allowed(f"{path}.allowed_callers", callers, "a list with 'direct' is: no code is run here")
-    function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
-    function |= {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
-    if examples := tool.get("input_examples"):
-        function["description"] = _with_examples(function.get("description"), examples, path)
-    return {"type": "function", "function": function}
-
-
-def _with_examples(description: Any, examples: Any, path: str) -> str:
-    """A tool's description with examples of its input, of which chat templates know nothing."""
-    if description is not None and not isinstance(description, str):
-        raise not_allowed(f"{path}.description", description, "a text is")
-    where = f"{path}.input_examples"
-    if not isinstance(examples, list) or not all(isinstance(each, dict) for each in examples):
-        raise not_allowed(where, examples, "a list of objects is")
-    check_depth(where, examples)
-    lines = [msgspec.json.encode(each).decode() for each in examples]
-    return "\n".join([*([] if description is None else [description]), "Examples of input:", *lines])
 
 
 def _tool_choice(choice: dict[str, Any]) -> tuple[str | dict[str, Any], bool | None]:

@@ -149,6 +149,41 @@ def test_deferred_tools_are_shown_once_a_result_refers_to_them() -> None:
         shown("other")
 
 
+def test_blocks_of_turns_add_tools_and_remove_them() -> None:
+    tools = [WEATHER, WEATHER | {"name": "find", "defer_loading": True}]
+
+    def shown(*changes: tuple[str, dict[str, Any]]) -> list[str]:
+        blocks = [{"type": kind, "tool": tool} for kind, tool in changes]
+        turns = [{"role": "user", "content": "Hi"}, {"role": "system", "content": blocks}]
+        generation = read(messages=turns, tools=tools)
+        assert messages(generation) == turns[:1], "they say nothing that is read"
+        [prompt] = generation.prompts
+        assert isinstance(prompt, ChatPrompt)
+        return [tool["function"]["name"] for tool in msgspec.json.decode(prompt.tools or b"[]")]
+
+    find, weather = ({"type": "tool_reference", "name": name} for name in ("find", "weather"))
+    inline = {"type": "tool_definition", "definition": WEATHER | {"name": "new"}}
+    assert shown(("tool_addition", find)) == ["weather", "find"]
+    assert shown(("tool_addition", find), ("tool_removal", weather)) == ["find"]
+    assert shown(("tool_addition", inline), ("tool_removal", find)) == ["weather", "new"]
+    for kind, tool, said in (
+        ("tool_removal", find | {"name": "x"}, r"messages\[1\].content\[0\].tool.name: 'x' is not allowed"),
+        ("tool_removal", inline, "tool_reference"),
+        ("tool_addition", {"type": "mcp_tool_reference"}, "a server would run"),
+        ("tool_addition", {"type": "tool_definition", "definition": {}}, "tool.definition.input_schema"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            shown((kind, tool))
+
+
+def test_a_system_turn_may_be_for_one_turn_of_the_users() -> None:
+    once = {"role": "system", "content": "Hurry.", "clear_at": "next_user_message"}
+    turns = [{"role": "user", "content": "Hi"}, once]
+    assert messages(read(messages=turns))[0] == {"role": "system", "content": "Hurry."}
+    later = [*turns, {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "And?"}]
+    assert [each["role"] for each in messages(read(messages=later))] == ["user", "assistant", "user"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
@@ -157,6 +192,13 @@ def test_deferred_tools_are_shown_once_a_result_refers_to_them() -> None:
         ({"messages": []}, "messages", "at least one"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages", "no system prompt"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "goes into system"),
+        *(
+            ({"messages": [{"role": "system", "content": "x"} | more]}, f"messages[0].{name}", said)
+            for name, more, said in (
+                ("clear_at", {"clear_at": "now"}, "next_user_message"),
+                ("output_config", {"output_config": {"effort": "low"}}, "of one turn"),
+            )
+        ),
         *(
             ({"messages": [{"role": role, "content": [block]}]}, "messages[0].content[0]", block["type"])
             for role, block in (
