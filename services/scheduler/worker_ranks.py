@@ -120,38 +120,13 @@ class WorkerRanks:
         cards = {_comparable(report) for report in reports}
         if len(cards) > 1:
             return UnequalRanks(" / ".join(sorted(map(str, cards))))
-        kept_here = any(each.state_checkpoints is not None and each.state_records is None for each in reports)
-        if self._role != "mixed" and kept_here:
+        if self._role != "mixed" and (why := _why_not_handed_over(reports)) is not None:
             return UnusableRanks(
-                f"no {self._role} engine: requests of {cards.pop()[0].name}, a model with states, are handed over on "
-                "CPUs alone, by ranks of one stage with KV heads of their own; start its engines without --prefill and "
-                "--decode"
-            )
-        own = reports[0].model
-        if self._role != "mixed" and (own.audio or own.encoder_decoder) is not None:
-            return UnusableRanks(
-                f"no {self._role} engine: requests of {reports[0].model.name} bring rows of an encoder's, whose keys "
-                "and values are not handed over; start its engines without --prefill and --decode"
+                f"no {self._role} engine: requests of {reports[0].model.name}{why}; start its engines without "
+                "--prefill and --decode"
             )
         self._members, self._plan_lost = {life.instance: life.incarnation for life in by_rank.values()}, None
-        return WorkersReady(
-            card=msgspec.structs.replace(reports[0].model, loras=_common_loras(reports)),
-            num_blocks=min(report.num_blocks for report in reports),
-            max_running=_smallest(report.max_num_seqs for report in reports),
-            max_batch_tokens=_smallest(report.max_batch_tokens for report in reports),
-            world_size=size,
-            layout=_common(report.layout for report in reports),
-            stages=reports[0].stages,
-            max_speculate=min(report.max_speculate for report in reports),
-            max_jump_ahead=min(report.max_jump_ahead for report in reports),
-            max_loras=min(report.max_loras for report in reports),
-            cache_format=_common(report.cache_format for report in reports) or "",
-            layerwise_loads=all(report.layerwise_loads for report in reports),
-            kv_groups=reports[0].kv_groups,
-            state_checkpoints=_least(report.state_checkpoints for report in reports),
-            state_records=reports[0].state_records,
-            rows_per_draft=max(report.rows_per_draft for report in reports),
-        )
+        return _workers_ready(reports, size)
 
     def loras(self) -> LorasChanged:
         """The adapters of the ranks that the engine works with, as they reported last."""
@@ -207,6 +182,38 @@ class WorkerRanks:
         return None
 
 
+def _workers_ready(reports: list[WorkerReport], size: int) -> WorkersReady:
+    """What `size` ranks with equal settings have in common, or the least of."""
+    return WorkersReady(
+        card=msgspec.structs.replace(reports[0].model, loras=_common_loras(reports)),
+        num_blocks=min(report.num_blocks for report in reports),
+        max_running=_smallest(report.max_num_seqs for report in reports),
+        max_batch_tokens=_smallest(report.max_batch_tokens for report in reports),
+        world_size=size,
+        layout=_common(report.layout for report in reports),
+        stages=reports[0].stages,
+        max_speculate=min(report.max_speculate for report in reports),
+        max_jump_ahead=min(report.max_jump_ahead for report in reports),
+        max_loras=min(report.max_loras for report in reports),
+        cache_format=_common(report.cache_format for report in reports) or "",
+        layerwise_loads=all(report.layerwise_loads for report in reports),
+        kv_groups=reports[0].kv_groups,
+        state_checkpoints=_smallest(report.state_checkpoints for report in reports),
+        state_records=reports[0].state_records,
+        rows_per_draft=max(report.rows_per_draft for report in reports),
+    )
+
+
+def _why_not_handed_over(reports: list[WorkerReport]) -> str | None:
+    """Why requests of a model cannot be passed from one engine to another; None where they can."""
+    if any(each.state_checkpoints is not None and each.state_records is None for each in reports):
+        return ", a model with states, are handed over on CPUs alone, by ranks of one stage with KV heads of their own"
+    model = reports[0].model
+    if model.audio is not None or model.encoder_decoder is not None:
+        return " bring rows of an encoder's, whose keys and values are not handed over"
+    return None
+
+
 def _comparable(
     report: WorkerReport,
 ) -> tuple[ModelCard, int, int, tuple[KvCacheGroup, ...], StateRecords | None]:
@@ -222,10 +229,6 @@ def _common_loras(reports: list[WorkerReport]) -> tuple[LoraCard, ...]:
 
 
 def _smallest(values: Iterable[int | None]) -> int | None:
-    return min((value for value in values if value is not None), default=None)
-
-
-def _least(values: Iterable[int | None]) -> int | None:
     """Of the ranks that report one; None where none does."""
     return min((value for value in values if value is not None), default=None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from deploy.errors import CommandError
@@ -106,23 +107,11 @@ def translated(line: Sequence[str], switches: Container[str] = ()) -> tuple[list
         elif name in INSTEAD:
             raise CommandError(f"{name} is vLLM's and no option here: {INSTEAD[name]}", status=2)
         elif name in SEVERAL:
-            values = [value] if equals else []
-            while not equals and rest and not rest[0].startswith("-"):
-                values.append(rest.pop(0))
-            made += SEVERAL[name](values)
+            made += SEVERAL[name]([value] if equals else _pop_values(rest))
         elif name in REVISIONS and (equals or rest):
             revisions[REVISIONS[name]] = value if equals else rest.pop(0)
-        elif name in CONVERTED and (equals or rest):
-            given = value if equals else rest.pop(0)
-            try:
-                made += CONVERTED[name](given)
-            except (ValueError, OverflowError, RecursionError) as error:
-                raise CommandError(f"{name} {_shortened(given)}: {error}", status=2) from None
-        elif name in SETTINGS and (equals or rest):
-            made += ["--set", f"{SETTINGS[name]}={value if equals else rest.pop(0)}"]
-        elif name in VALUES and (equals or rest):
-            given = value if equals else rest.pop(0)
-            made += [name, VALUES[name].get(given, given)]
+        elif name in _WITH_VALUE and (equals or rest):
+            made += _with_value(name, value if equals else rest.pop(0))
         else:
             name = SAME.get(name, name)
             made.append(f"{name}{equals}{value}")
@@ -131,6 +120,25 @@ def translated(line: Sequence[str], switches: Container[str] = ()) -> tuple[list
     for option, revision in revisions.items():
         made = _at_revision(made, option, revision)
     return made, said
+
+
+def _with_value(name: str, given: str) -> list[str]:
+    """What one of `_WITH_VALUE` is here. Raises CommandError for a value that it cannot have."""
+    if name in CONVERTED:
+        try:
+            return list(CONVERTED[name](given))  # they read as they go on
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise CommandError(f"{name} {_shortened(given)}: {error}", status=2) from None
+    if name in SETTINGS:
+        return ["--set", f"{SETTINGS[name]}={given}"]
+    return [name, VALUES[name].get(given, given)]
+
+
+def _pop_values(rest: list[str]) -> list[str]:
+    """Takes what stands in `rest` before the next option."""
+    values = list(takewhile(lambda each: not each.startswith("-"), rest))
+    del rest[: len(values)]
+    return values
 
 
 def _at_revision(made: Sequence[str], option: str, revision: str) -> list[str]:
@@ -244,6 +252,7 @@ CONVERTED: Mapping[str, Callable[[str], Iterator[str]]] = {
     "--tokenizer-mode": _tokenizer_mode,
 }
 """Options whose one value is written otherwise here."""
+_WITH_VALUE = {*CONVERTED, *SETTINGS, *VALUES}
 REVISIONS: Mapping[str, str] = {"--revision": "--model", "--tokenizer-revision": "--tokenizer"}
 """Options that say the revision of what another one names."""
 SEVERAL: Mapping[str, Callable[[Sequence[str]], Iterator[str]]] = {

@@ -176,7 +176,7 @@ class DecodeLeap:
             tokens = member.tokens
             produced = tokens.produced
             for position in range(produced, produced + known):
-                tokens.learn(backend.token(member.id, position))
+                tokens.append(backend.token(member.id, position))
             tokens.plan_decode(self.planned)
             backend.decode(member.id, self.planned)
             if known:

@@ -114,7 +114,7 @@ class DecodeRun:
             if sequence is None:  # it has ended meanwhile
                 continue
             tokens = sequence.tokens
-            tokens.learn(sampled.tokens[0])
+            tokens.append(sampled.tokens[0])
             if sequence.last_token_at != since:
                 counters.record_later_tokens(same, now - since)
                 same, since = 0, sequence.last_token_at

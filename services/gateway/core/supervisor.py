@@ -214,22 +214,26 @@ class RequestSupervisor:
                 current.last_message_at, current.pooled = now, True
                 effects.append(pooled)
         for delta in message.deltas:
-            current = self._open.get(delta.request)
-            if current is None or current.attempt != delta.attempt or current.state == "paused":
-                effects += self._abandoned.call_off_again(delta.request, delta.attempt, now)
-            elif (lost := current.lost_before_output()) is not None:
-                effects += self._retry(current, lost, now, at_once=True)
-            elif delta.position == len(current.tokens):
-                if current.state != "placed":
-                    current.place(None, message.detokenizer, now)
-                current.record_output(delta.tokens, delta.text, now)
-                effects.append(delta)
-                if delta.finish is not None:
-                    effects += current.end()
-                    del self._open[delta.request]
-            elif delta.position + len(delta.tokens) > len(current.tokens):
-                effects += self._retry(current, "tokens were lost", now, at_once=True)
+            effects += self._delta(delta, message.detokenizer, now)
         return effects
+
+    def _delta(self, delta: Delta, detokenizer: DetokenizerId, now: float) -> list[Effect]:
+        current = self._current(delta.request, delta.attempt)
+        if current is None:
+            return self._abandoned.call_off_again(delta.request, delta.attempt, now)
+        if (lost := current.lost_before_output()) is not None:
+            return self._retry(current, lost, now, at_once=True)
+        if delta.position == len(current.tokens):
+            if current.state != "placed":
+                current.place(None, detokenizer, now)
+            current.record_output(delta.tokens, delta.text, now)
+            if delta.finish is None:
+                return [delta]
+            del self._open[delta.request]
+            return [delta, *current.end()]
+        if delta.position + len(delta.tokens) > len(current.tokens):
+            return self._retry(current, "tokens were lost", now, at_once=True)
+        return []
 
     def _stream_opened(self, opened: StreamOpened, detokenizer: DetokenizerId, now: float) -> list[Effect]:
         current = self._current(opened.request, opened.attempt)

@@ -137,7 +137,7 @@ class TokenState:
         self._embeds = generation.prompt_embeds
         self._hashed = generation.prefix_caching
 
-    def learn(self, token: int) -> FinishReason | None:
+    def append(self, token: int) -> FinishReason | None:
         """Adds the value of the next token. Returns the finish reason if the sequence ends with it, else None."""
         known = self.known
         known.append(token)
@@ -338,7 +338,7 @@ class Sequence:
         """Number of the plan that draws its latest token, if the engine has several stages; written by
         `MicroBatches`."""
         self.last_token_at = 0.0
-        """When its latest token was learnt, or it came; written by `EngineRequests`, then by `StepResults`."""
+        """When its latest token was sampled, or it came; written by `EngineRequests`, then by `StepResults`."""
 
     def move(self, phase: SequencePhase) -> None:
         """Enters `phase`. Raises IllegalTransition if it may not follow the present one."""

@@ -283,7 +283,7 @@ def token_entry(
     finish: FinishReason | None,
     logprobs: tuple[TokenLogprobs, ...] | None = None,
 ) -> NewTokens:
-    """What the detokenizer is sent of `tokens`, which `sequence` has learnt already; `finish`: it ends with them."""
+    """What the detokenizer is sent of `tokens`, which `sequence` has already; `finish`: it ends with them."""
     generation, state = sequence.generation, sequence.tokens
     position = len(state.known) - state.prompt_length - len(tokens)
     if finish is None and logprobs is None:  # nearly always

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from services.scheduler.core.counters import EngineCounters
@@ -12,7 +13,9 @@ from services.scheduler.core.planning.step_timing import ExpectedResult
 from services.scheduler.core.queue.sequence_queues import SequenceQueues
 from services.scheduler.core.results.outbox import EngineOutbox, token_entry
 from services.scheduler.core.results.requests import EngineRequests
+from services.scheduler.core.sequence import TokenState
 from services.scheduler.core.transfer.prompt_keeper import PromptKeeper
+from shared.messages.generation import FinishReason
 from shared.messages.scheduler import SampledTokens, StepFinished
 
 
@@ -48,7 +51,7 @@ class StepResults:
             self._requests.record_failed(failed)
         by_id = self._queues.by_id
         yielded = len(result.sampled)
-        if expected.extras:  # before tokens are learnt, so that `length` and `planned` are bounds again
+        if expected.extras:  # before tokens are appended, so that `length` and `planned` are bounds again
             yielded = sum(
                 self._correct(sampled, expected.extras.get(sampled.sequence, 0)) for sampled in result.sampled
             )
@@ -67,7 +70,7 @@ class StepResults:
         for scored in result.scored:
             if (sequence := by_id.get(scored.sequence)) is not None:
                 self._outbox.streams.add_prompt_logprobs(sequence, scored)
-        self._learn(result, now, several=bool(expected.extras))
+        self._append_tokens(result, now, several=bool(expected.extras))
 
     def _correct(self, sampled: SampledTokens, extra: int) -> int:
         """One sequence's part; how many tokens it has got. What was drafted for one that has ended brought nothing."""
@@ -88,7 +91,7 @@ class StepResults:
             self._counters.speculated_tokens += got
         return got if sequence is not None else 1
 
-    def _learn(self, result: StepFinished, now: float, *, several: bool) -> None:
+    def _append_tokens(self, result: StepFinished, now: float, *, several: bool) -> None:
         """Adds each sequence's tokens to it and to the stream; what came behind the last one is dropped. `several`: a
         sequence may have more than one."""
         by_id, streams, counters = self._queues.by_id, self._outbox.streams, self._counters
@@ -104,17 +107,13 @@ class StepResults:
                 self._requests.end(sequence, tell_detokenizer=False)
                 continue
             state, tokens, logprobs = sequence.tokens, sampled.tokens, sampled.logprobs
-            if len(tokens) == 1:
-                finish = state.learn(tokens[0])
-            elif not several:
-                raise WrongYield(f"step {result.step}: {len(tokens)} tokens of {sampled.sequence}, not 1")
+            if len(tokens) == 1:  # most steps of most engines: without a call
+                finish = state.append(tokens[0])
+            elif several:
+                kept, finish = _append_until_finished(state, tokens)
+                tokens, logprobs = tokens[:kept], logprobs and logprobs[:kept]
             else:
-                finish = None
-                for kept, token in enumerate(tokens, 1):
-                    finish = state.learn(token)
-                    if finish is not None:
-                        tokens, logprobs = tokens[:kept], logprobs and logprobs[:kept]
-                        break
+                raise WrongYield(f"step {result.step}: {len(tokens)} tokens of {sampled.sequence}, not 1")
             if sequence.detokenizer != detokenizer:
                 detokenizer = sequence.detokenizer
                 entries = streams.pending[detokenizer].entries
@@ -144,3 +143,11 @@ class StepResults:
                 self._queues.requeue(sequence)
         counters.record_later_tokens(same, now - since)
         streams.release(now)
+
+
+def _append_until_finished(state: TokenState, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+    """How many of `tokens` the sequence takes, the last of which may end it, and why it ends."""
+    for count, token in enumerate(tokens, 1):
+        if (finish := state.append(token)) is not None:
+            return count, finish
+    return len(tokens), None
