@@ -254,7 +254,10 @@ def test_who_computes_a_language_model_decides_whether_it_has_images(tmp_path: P
     """Those of a native one are not for `transformers`, which may turn what follows them otherwise; and a client's rows
     are not for a model that reads more of a token than its embedding."""
     gemma3, gemma4 = make_gemma_model(tmp_path / "3"), make_gemma4_model(tmp_path / "4")
-    assert tiny_backend(gemma3.path, model_impl="transformers").card.images is None
+    with pytest.raises(ModelError, match=r"images of Gemma3For.* transformers computes .*; --language-model-only serv"):
+        tiny_backend(gemma3.path, model_impl="transformers")
+    for settings in ({"model_impl": "transformers", "language_model_only": True}, {"language_model_only": True}):
+        assert tiny_backend(gemma3.path, **settings).card.images is None
     assert tiny_backend(gemma4.path).card.images == gemma4.reference.config.text_config.hidden_size
     assert tiny_backend(gemma4.path, language_model_only=True).card.images is None
     with pytest.raises(ModelError, match="reads more of a token than its embedding"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.worker.distributed.communicator import SingleStage
 from services.worker.executor.warm_up import warm_up
 from services.worker.models.config import ModelError
 from services.worker.ops.interface import OpsName, OpsUnavailable
@@ -173,6 +174,17 @@ def test_what_images_beside_a_prompt_do_not_go_with_is_refused_at_start(tmp_path
     for setting, different in refused.items():
         with pytest.raises(ModelError, match=f"{setting}: not allowed .*; --language-model-only serves it for texts"):
             tiny_backend(path, **different)
+    for stage in range(3):  # by every rank, whichever stage it has
+        pipeline = OneOfThree()
+        pipeline.stage = stage
+        with pytest.raises(ModelError, match=r"pp-layers: stage 1 .* images alone \(1 of cross_attention_layers"):
+            tiny_backend(path, pipeline=pipeline, layers=(1, 1, 4))
+
+
+class OneOfThree(SingleStage):
+    """A stage that nothing is sent to: what it is not for is found before."""
+
+    stages = 3
 
 
 @pytest.mark.extras

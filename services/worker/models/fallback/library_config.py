@@ -29,7 +29,7 @@ from services.worker.models.hf_config import stop_tokens
 from services.worker.models.pooling.classification import SUFFIX, TOKEN_SUFFIX
 from shared.models.audio_models import WHISPER
 from shared.models.encoder_models import ALONE, ENCODER_DECODER_ARCHITECTURES, TRAINED_POSITIONS
-from shared.models.image_models import LIBRARY_IMAGE_ARCHITECTURES, SERVED_WITH_MEDIA
+from shared.models.image_models import LIBRARY_IMAGE_ARCHITECTURES, SERVED_WITH_MEDIA, read_image_model
 from shared.models.library_builds import BUILDING, first_line
 
 NO_INTERFACE = "{} does not take its attention from transformers' attention interface"
@@ -242,8 +242,16 @@ def leave_out_towers(model: nn.Module, config: PretrainedConfig, passing: PassOf
 
 
 def refuse_unserved_images(folder: Path, config: PretrainedConfig) -> None:
-    """Raises ModelError for a model that sees and whose images are not served: who names no flag wants them."""
+    """Raises ModelError for a model that sees or hears and whose images or sounds are not served: who names no flag
+    wants them."""
     named = config.architectures or ()
+    if (media := read_image_model(folder)) is not None and not media.by_library:
+        kind = "sounds" if media.hears else "images"
+        of = next(filter(SERVED_WITH_MEDIA.__contains__, named), config.model_type)
+        raise ModelError(
+            f"{folder}: {kind} of {of} are not served where transformers computes its language model (model_impl); "
+            "--language-model-only serves it for texts"
+        )
     if reads_text(config) or hears(config) or any(map(SERVED_WITH_MEDIA.__contains__, named)):
         return
     # A text model's file may have kept what another one said of a tower: a class of the library's names its own.

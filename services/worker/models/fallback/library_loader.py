@@ -65,7 +65,12 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         judged_by = token_ids(settings.folder, settings.classifier_from_token, config.vocab_size)
     dtype = dtype_of(settings.dtype, config)
     length = model_len(config, settings.max_model_len)
-    stage = stage_of(config, settings.pipeline.stage, settings.pipeline.stages, settings.layers)
+    count = settings.pipeline.stages
+    stages = [stage_of(config, number, count, settings.layers) for number in range(count)]
+    stage = stages[settings.pipeline.stage]
+    if settings.images_beside:
+        for each in stages:  # by every rank, none of which should wait for one that has ended
+            library.check_own_tokens(each)
     check_weights_fit(_stage_bytes(library, settings, stage, dtype, codes), dtype, 1, settings.platform.memory().free)
     digest = digest_of(settings, config)
     media = not settings.language_model_only

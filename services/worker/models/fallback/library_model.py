@@ -20,7 +20,11 @@ from services.worker.models.checkpoint import NOWHERE, check_matrices, is_beside
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.adapters import adapt, implementation
 from services.worker.models.fallback.cached_passes import check_cached_passes, check_positions
-from services.worker.models.fallback.image_rows.image_decoder import LibraryImageDecoder, text_model_name
+from services.worker.models.fallback.image_rows.image_decoder import (
+    LibraryImageDecoder,
+    check_own_tokens,
+    text_model_name,
+)
 from services.worker.models.fallback.library_config import (
     auto_class,
     has_mxfp4,
@@ -102,8 +106,12 @@ class LibraryModel:
         )
 
     def refuse_unserved_images(self) -> None:
-        """Raises ModelError for a model that sees, and whose images are not served."""
+        """Raises ModelError for a model that sees or hears, and whose images or sounds are not served."""
         refuse_unserved_images(self._folder, self._own)
+
+    def check_own_tokens(self, stage: PipelineStage) -> None:
+        """Of a model whose images stand beside prompts; see there."""
+        check_own_tokens(self._own, stage)
 
     def stage_parameters(self, stage: PipelineStage) -> int:
         """Parameters of the layers of `stage`, and what it has of embedding and head. Takes no memory for weights.

@@ -10,12 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from services.worker.kv.copier import RankKvCache
 from services.worker.kv.state_pages import RankCheckpoints
+from services.worker.models.config import ModelError
 from services.worker.models.fallback.attention import AttentionLayers, PagedLayers, answered_by
 from services.worker.models.fallback.library_decoder import LibraryDecoder
 from services.worker.models.fallback.library_encoder_decoder import LibraryEncoderDecoder
+from services.worker.models.sharding import PipelineStage
 from services.worker.models.weights import KvCaches, NamedModules
 from services.worker.ops.interface import BatchMeta, InputRows
 
@@ -32,6 +35,18 @@ def text_model_name(name: str) -> str:
     """Of a module or tensor in the language model."""
     outer, own = next((each for each in _OUTER_NAMES if name.startswith(each[0])), ("", ""))
     return own + name.removeprefix(outer)
+
+
+def check_own_tokens(config: PretrainedConfig, stage: PipelineStage) -> None:
+    """Raises ModelError for a stage of which no layer attends to a sequence's own tokens: it would cache none, and all
+    stages share tables of the blocks of these."""
+    text = config.get_text_config(decoder=True)
+    across = set(text.cross_attention_layers)
+    if across.issuperset(own := range(stage.first_layer, stage.end_layer)):
+        raise ModelError(
+            f"pp-layers: stage {stage.index} would have layers that attend to images alone ({', '.join(map(str, own))} "
+            f"of cross_attention_layers {sorted(across)}): choose another --pp or --pp-layers"
+        )
 
 
 class LibraryImageDecoder(LibraryEncoderDecoder):
