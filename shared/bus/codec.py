@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from shared.bus.newer_cards import known_part
+from shared.messages.lifecycle import Lifecycle
 from shared.packing import NOT_DECODED
 from shared.telemetry.metrics import UNDECODABLE
 from shared.topics import Topic
@@ -27,10 +29,20 @@ def _decoder(type_: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(type_)
 
 
+def _decoded(payload: bytes, type_: Any) -> Any:
+    """Raises NOT_DECODED."""
+    try:
+        return _decoder(type_).decode(payload)
+    except msgspec.ValidationError:
+        if type_ is not Lifecycle:
+            raise
+        return known_part(payload)
+
+
 def decode(payload: bytes, type_: Any) -> Any:
     """`payload` as a `type_`. Raises Undecodable."""
     try:
-        return _decoder(type_).decode(payload)
+        return _decoded(payload, type_)
     except NOT_DECODED as error:
         raise Undecodable(str(error)) from None
 
@@ -38,7 +50,7 @@ def decode(payload: bytes, type_: Any) -> Any:
 def decode_received(payload: bytes, topic: Topic[Any]) -> Any:
     """A message received on `topic`. One that does not decode is counted and logged before Undecodable is raised."""
     try:
-        return _decoder(topic.type).decode(payload)
+        return _decoded(payload, topic.type)
     except NOT_DECODED as error:
         UNDECODABLE.labels(topic.subject).inc()
         log.warning("undecodable message", extra={"subject": topic.subject, "error": str(error)})

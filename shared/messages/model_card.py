@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -216,6 +216,20 @@ class VideoModel(Struct, frozen=True, array_like=True, kw_only=True):
         return -(-frames // self.together)
 
 
+class CardVideos(NamedTuple):
+    """How a model is shown videos, as two fields of a card: release 0.3.0 reads no card with a word that it has not,
+    and so takes no notice of the engine. What it cannot read stands where it does not look."""
+
+    videos: VideoModel | None
+    newer_videos: VideoModel | None
+
+    @classmethod
+    def of(cls, videos: VideoModel | None) -> CardVideos:
+        """One of the two is None."""
+        old = videos is not None and videos.sampling in ("steps", "ends", "seconds", "paces", "shares")
+        return cls(videos, None) if old else cls(None, videos)
+
+
 class SamplingDefaults(Struct, frozen=True, array_like=True, kw_only=True):
     """What requests are sampled with that do not say; None: OpenAI's default."""
 
@@ -262,7 +276,7 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
     audio: AudioModel | None = None
     """What it writes down is said in a sound, of which each request has rows beside its prompt; None: it hears none."""
     videos: VideoModel | None = None
-    """How it is shown videos; None: it takes none."""
+    """What release 0.3.0 can read of `shown_videos`; see `CardVideos`."""
     sampling: SamplingDefaults | None = None
     """None: OpenAI's."""
     sounds: SoundModel | None = None
@@ -273,6 +287,13 @@ class ModelCard(Struct, frozen=True, array_like=True, kw_only=True):
 
     cross_images: CrossImageModel | None = None
     """How it attends to images beside its prompts, which may have none; None: it does not."""
+    newer_videos: VideoModel | None = None
+    """The same where 0.3.0 cannot."""
+
+    @property
+    def shown_videos(self) -> VideoModel | None:
+        """How it is shown videos; None: it takes none."""
+        return self.videos or self.newer_videos
 
     @property
     def reads_beside(self) -> AudioModel | EncoderDecoderModel | CrossImageModel | None:

@@ -115,7 +115,7 @@ def _model(card: ModelCard) -> JsonObject:
         "dtype": card.dtype,
         "generates": card.generates,
         "images": card.images is not None,
-        "videos": card.videos is not None,
+        "videos": card.shown_videos is not None,
         "hears": card.audio is not None,
         "loras": [lora.name for lora in card.loras],
     }

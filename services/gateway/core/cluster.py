@@ -189,7 +189,7 @@ class ClusterView:
 
     def takes_media(self) -> bool:
         """Whether any known model's chats may have images, videos or sounds."""
-        return any(card.images or card.videos or card.sounds for card, _ in self._cards.values())
+        return any(card.images or card.shown_videos or card.sounds for card, _ in self._cards.values())
 
     def models(self) -> list[ModelCard]:
         """Returns the cards of all known models."""

@@ -106,7 +106,7 @@ class ImageRowsClient:
                     file = await self._samples(file, sounds, source.field)
                 if source.kind != VIDEO:
                     return MediaEmbeds([await encode(source, file, None)])
-            how = generation.model.videos
+            how = generation.model.shown_videos
             assert how is not None, "checked when it was read"
             return await video_embeds(self._decoder, file, source, how, slots, encode)
         except RequestError as error:

@@ -56,7 +56,7 @@ from services.worker.platforms.main_memory import gib
 from shared.blocks import DEFAULT_BLOCK_SIZE
 from shared.ids import ModelName
 from shared.messages.generation import PoolingType
-from shared.messages.model_card import ModelCard, PoolingCard, SoundModel, VideoModel
+from shared.messages.model_card import CardVideos, ModelCard, PoolingCard, SoundModel, VideoModel
 from shared.models.image_models import check_tower_sizes, read_cross_images
 from shared.telemetry.startup import STARTUP
 
@@ -281,6 +281,7 @@ class LoadedModel:
 
     def card(self, name: ModelName) -> ModelCard:
         """The model as the other services see it, under the `name` that clients use."""
+        videos, newer_videos = CardVideos.of(self.videos)
         return ModelCard(
             name=name,
             max_model_len=self.max_model_len,
@@ -292,7 +293,8 @@ class LoadedModel:
             pooling=self.pooling,
             generates=self.generates,
             images=self._image_row_size if self.images else None,
-            videos=self.videos,
+            videos=videos,
+            newer_videos=newer_videos,
             sounds=self.sounds,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -12,16 +13,22 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from shared import topics
+from shared.bus.codec import encode
 from shared.bus.nats_connection import NatsOptions, connect
 from shared.ids import InstanceId
 from shared.messages.lifecycle import Drain, Lifecycle
+from shared.messages.model_card import CardVideos
+from shared.models.video_models import read_video_model
 from tests.support.cluster.conversations import DEADLINE, QUESTIONS, Streamed, client_of, stream_chat
 from tests.support.cluster.nats_server import NatsServer
 from tests.support.cluster.ports import free_port
 from tests.support.paths import REPOSITORY
+from tests.unit.shared.bus.test_newer_cards import ENGINE, LIFE
 
 PREVIOUS = "0.3.0"
 MODEL = REPOSITORY / "deploy/demo/model"
@@ -173,3 +180,37 @@ async def test_an_engine_is_upgraded_under_streams(
         assert [(s.finishes, s.completion_tokens) for s in seen] == [(["length"], TOKENS)] * len(QUESTIONS)
     logs = [processes.log(name) for name in ("gateway-1", "tokenizer-1", "coordinator-1", "detokenizer-1")]
     assert not [log for log in logs if "undecodable message" in log]
+
+
+_READ = """
+import sys
+import msgspec
+from shared.messages.lifecycle import Lifecycle
+for each in msgspec.msgpack.decode(sys.stdin.buffer.read()):
+    videos = msgspec.msgpack.decode(each, type=Lifecycle).engine.model.videos
+    print(videos.sampling if videos else "none")
+"""
+
+
+@pytest.mark.faults
+def test_the_previous_release_reads_every_card_with_videos(previous: Path, tmp_path: Path) -> None:
+    """Those that it has no words for are a model's without videos to it."""
+    said = []
+    for name in ("Qwen3VL", "Glm46V", "LlavaOnevision", "InternVL"):
+        config = {"architectures": [f"{name}ForConditionalGeneration"], "video_token_id": 9}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        videos = read_video_model(tmp_path)
+        assert videos is not None
+        card = replace(ENGINE.model, **CardVideos.of(videos)._asdict())
+        assert card.shown_videos == videos
+        said.append(encode(replace(LIFE, engine=replace(ENGINE, model=card), worker=None, sleep=None)))
+    run = subprocess.run(
+        [sys.executable, "-c", _READ],
+        cwd=previous,
+        env={**os.environ, "PYTHONPATH": str(previous)},
+        input=msgspec.msgpack.encode(said),
+        capture_output=True,
+        check=False,
+        timeout=DEADLINE,
+    )
+    assert run.stdout.decode().split() == ["ends", "paces", "shares", "none"], run.stderr.decode()

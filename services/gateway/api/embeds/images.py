@@ -27,7 +27,7 @@ def read_media(
 ) -> MediaSource:
     """Reads `{"type": "image_url", "image_url": {"url": …}}`, or the same of a video, at a path of the body. `number`:
     of the part among those that become rows. Raises RequestError 400."""
-    if {IMAGE: card.images, VIDEO: card.videos, SOUND: card.sounds}[kind] is None:
+    if {IMAGE: card.images, VIDEO: card.shown_videos, SOUND: card.sounds}[kind] is None:
         what = (
             f"a part of type '{part['type']}', which is not text, is not supported: {card.name} takes no {kind.noun}s"
         )
