@@ -31,7 +31,7 @@ def test_a_grammar_ends_a_sequence_before_min_tokens() -> None:
     for grammar, finish in ((Grammar("regex", "ab"), "stop"), (None, None)):
         request = generate("a", [4], min_tokens=5, grammar=grammar)
         member = Sequence(request, QueueKey(0, 0.0, 1), 10, frozenset({7}), 16)
-        assert (member.tokens.append(6), member.tokens.learn(7)) == (None, finish)
+        assert (member.tokens.append(6), member.tokens.append(7)) == (None, finish)
 
 
 TABLES = {"phases": NEXT_PHASES, "loads": NEXT_LOAD_STATES, "saves": NEXT_SAVE_STATES}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, cast
 
 import msgspec
 from msgspec import Struct
@@ -74,5 +74,4 @@ def joined(*arrays: bytes) -> bytes:
 
 def prompt_items(items: bytes) -> list[dict[str, Any]]:
     """Returns of the items of a JSON array that was stored what makes the prompt."""
-    read: list[dict[str, Any]] = _read.decode(items)
-    return read
+    return cast("list[dict[str, Any]]", _read.decode(items))
