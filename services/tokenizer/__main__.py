@@ -56,7 +56,7 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
         tokens |= {} if image.bounded is None else {IMAGE_BOUND: image.bounded}
     pairs = None if config.score_template is None else score_template(read_template(config.score_template))
     info = tokenizer_info(files, sources.get("default"))
-    return PromptEncoder(Vocabulary(files), templates, tokens, config.block_size, pairs, info)
+    return PromptEncoder(Vocabulary(files), templates, tokens, config.block_size, pairs, info, config.infill_template)
 
 
 def build(config: TokenizerConfig, encoding: PromptEncoder, bus: Bus) -> TokenizerActor:

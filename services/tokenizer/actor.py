@@ -31,6 +31,7 @@ from shared.messages.tokenizer import (
     Decode,
     EmbedsPrompt,
     Encode,
+    InfillPrompt,
     PairPrompt,
     Prompt,
     ReadTokenizerInfo,
@@ -66,6 +67,7 @@ MAX_WITHDRAWN = 1024
 KINDS: dict[type[Prompt], str] = {
     ChatPrompt: "chat",
     TextPrompt: "text",
+    InfillPrompt: "infill",
     TokenPrompt: "tokens",
     PairPrompt: "pair",
     EmbedsPrompt: "embeds",
@@ -359,6 +361,8 @@ def _size(prompt: Prompt) -> int:
             return len(prompt.embeds.rows) // 256
         case PairPrompt():
             return len(prompt.text) + len(prompt.second)
+        case InfillPrompt():
+            return len(prompt.prefix) + len(prompt.suffix)
         case _:
             assert_never(prompt)
 

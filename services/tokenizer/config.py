@@ -32,7 +32,20 @@ class TokenizerConfig(ModelServiceConfig, frozen=True, kw_only=True):
         ),
         UpOption("Model"),
     ] = None
+    infill_template: Annotated[
+        str | None,
+        Meta(
+            description="How the model reads the text around a gap (`suffix`), e.g. "
+            "<fim_suffix>{suffix}<fim_prefix>{prefix}<fim_middle>; default: as its vocabulary shows."
+        ),
+        UpOption("Model"),
+    ] = None
     threads: Annotated[int, Meta(ge=1, le=64, description="Threads that encode long prompts.")] = 2
+
+    def __post_init__(self) -> None:
+        template = self.infill_template
+        if template is not None and not template.count("{prefix}") == template.count("{suffix}") == 1:
+            raise ValueError(f"infill_template = {template!r}: must have {{prefix}} and {{suffix}}, each once")
 
     def template_file(self) -> Path | None:
         """The template to use instead of the model's own; None: its own."""

@@ -74,6 +74,14 @@ class TextPrompt(Struct, frozen=True, array_like=True, tag="text"):
     """See `PairPrompt.text_tokens`."""
 
 
+class InfillPrompt(Struct, frozen=True, array_like=True, tag="infill"):
+    """The text around a gap that the answer fills, to be put together as the model was trained on it."""
+
+    prefix: str
+    suffix: str
+    add_special_tokens: bool = True
+
+
 class TokenPrompt(Struct, frozen=True, array_like=True, tag="tokens"):
     """Token ids that the client chose itself, packed as uint32; checked against the vocabulary."""
 
@@ -100,7 +108,7 @@ class EmbedsPrompt(Struct, frozen=True, array_like=True, tag="embeds"):
     embeds: PromptEmbeds
 
 
-Prompt = ChatPrompt | TextPrompt | TokenPrompt | PairPrompt | EmbedsPrompt
+Prompt = ChatPrompt | TextPrompt | InfillPrompt | TokenPrompt | PairPrompt | EmbedsPrompt
 
 
 def embeds_of(prompt: Prompt) -> tuple[PromptEmbeds, ...]:
@@ -149,6 +157,8 @@ def prompt_bytes(prompt: Prompt) -> int:
             return len(prompt.embeds.rows)
         case PairPrompt():
             return len(prompt.text) + len(prompt.second)
+        case InfillPrompt():
+            return len(prompt.prefix) + len(prompt.suffix)
         case _:
             assert_never(prompt)
 

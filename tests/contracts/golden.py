@@ -138,4 +138,5 @@ GOLDEN = {
     "134 tokenizer.TokenizerInfo": "92ad546f6b656e697a6572496e666fc4027b7d",
     "135 gateway.PromptsHeld": "93ab50726f6d70747348656c64ab746f6b656e697a65722d319192a2723102",
     "136 model_card.CrossImageModel": "93cd012c4050",
+    "137 tokenizer.Encode": "97a6456e636f646594a6696e66696c6ca161a162c3c2c0a46c656674c0c2",
 }

@@ -590,6 +590,7 @@ MESSAGES: list[Any] = [
     tokenizer.TokenizerInfo(b"{}"),
     gateway.PromptsHeld(InstanceId("tokenizer-1"), ((R, A),)),
     model_card.CrossImageModel(token=300, row_size=64, rows=80),
+    tokenizer.Encode(tokenizer.InfillPrompt("a", "b")),
 ]
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 
 from services.gateway.api.embeds.prompt_embeds import embedded_prompts
-from services.gateway.api.errors import decode_body, invalid, not_allowed, unsupported
+from services.gateway.api.errors import decode_body, invalid, not_allowed
 from services.gateway.api.fields.generation import CommonFields, check_common_fields
 from services.gateway.api.generation import GenerationRequest, RequestLimits, check_generates, choose_model
 from services.gateway.api.prompts import completion_prompts, token_prompt
 from services.gateway.api.sampling import beam_search_params, completion_logprobs_request, generation_request
 from services.gateway.api.structured_outputs import read_output_grammar
 from shared.messages.model_card import ModelCard
-from shared.messages.tokenizer import Prompt, TextPrompt, TokenPrompt
+from shared.messages.tokenizer import InfillPrompt, Prompt, TextPrompt, TokenPrompt
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -34,6 +34,8 @@ _decoder = msgspec.json.Decoder(CompletionFields)
 
 def _prompts(fields: CompletionFields, card: ModelCard) -> tuple[Prompt, ...]:
     """Those of embeddings first, as vLLM has them."""
+    if fields.suffix:
+        return _infill_prompts(fields, fields.suffix)
     embedded = () if fields.prompt_embeds in (None, []) else embedded_prompts(fields, card)
     if fields.prompt is None or (embedded and not fields.prompt):
         if not embedded:
@@ -45,7 +47,27 @@ def _prompts(fields: CompletionFields, card: ModelCard) -> tuple[Prompt, ...]:
     )
 
 
+def _infill_prompts(fields: CompletionFields, suffix: str) -> tuple[InfillPrompt, ...]:
+    """What stands before the gap that answers fill: each of the prompts."""
+    for name, why in _NOT_OF_INFILL.items():
+        if getattr(fields, name) not in (None, False, []):
+            raise invalid("suffix", f"not allowed together with {name}: {why}")
+    given = "" if fields.prompt is None else fields.prompt
+    texts = [given] if isinstance(given, str) else given
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise not_allowed("prompt", fields.prompt, "a string or strings, together with suffix")
+    return tuple(InfillPrompt(text, suffix, fields.add_special_tokens is not False) for text in texts)
+
+
+_NOT_OF_INFILL = {
+    "echo": "the prompt that the model reads is put together of both",
+    "prompt_embeds": "they are no text",
+    "truncate_prompt_tokens": "what tells the texts apart would be cut",
+    "use_beam_search": "beams do not end where the gap does",
+}
+"""What completions with a suffix cannot have, and why."""
 _NOT_OF_ENCODED = {
+    "suffix": "its encoder reads prompts as they are",
     "echo": "the prompt is read by an encoder, and its text is no part of the decoder's",
     "prompt_logprobs": "the prompt is read by an encoder, which gives its tokens no probabilities",
     "use_beam_search": "beams are not searched beside an encoder's rows",
@@ -90,8 +112,6 @@ def completion_request(
     decoder_prompt = _decoder_prompt(fields, card)
     prompts = _prompts(fields, card)
     check_common_fields(fields, len(prompts), limits.max_choices, unchecked="max_tokens" if only_echo else "")
-    if fields.suffix:
-        raise unsupported("suffix", "a suffix")
     if fields.stream and fields.return_prompt_text:
         raise invalid("return_prompt_text", "not allowed in a stream of a completion; echo shows the prompt")
     if only_echo and fields.logprob_token_ids is not None:

@@ -18,6 +18,7 @@ from shared.messages.generation import MAX_PROMPT_EMBEDS_BYTES
 from shared.messages.tokenizer import (
     ChatPrompt,
     EmbedsPrompt,
+    InfillPrompt,
     PairPrompt,
     TextPrompt,
     Tokenize,
@@ -358,6 +359,8 @@ def _beginning(tokenize: Tokenize) -> bytes:
             return tokens[:PREFIX_BYTES]
         case EmbedsPrompt(embeds=embeds):
             return embeds.rows[:PREFIX_BYTES]
+        case InfillPrompt(prefix=prefix):
+            return prefix[:PREFIX_BYTES].encode(errors="surrogatepass")
         case PairPrompt(text=text, second=second):
             return (text + second)[:PREFIX_BYTES].encode(errors="surrogatepass")
 

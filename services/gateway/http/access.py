@@ -21,7 +21,15 @@ from services.gateway.http.call import KEY_EXTENSION, Call
 from services.gateway.key_file import KeyFileWatcher
 from services.gateway.key_limiter import KeyLimiter
 from shared.ids import ModelName
-from shared.messages.tokenizer import ChatPrompt, EmbedsPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
+from shared.messages.tokenizer import (
+    ChatPrompt,
+    EmbedsPrompt,
+    InfillPrompt,
+    PairPrompt,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
 from shared.packing import count
 
 log = logging.getLogger(__name__)
@@ -272,6 +280,8 @@ def _prompt_tokens(prompt: Prompt) -> int:
             length = len(prompt.text)
         case PairPrompt():
             length = len(prompt.text) + len(prompt.second)
+        case InfillPrompt():
+            length = len(prompt.prefix) + len(prompt.suffix)
         case ChatPrompt():
             length = len(prompt.messages) + CHARS_PER_TOKEN * sum(each.count for each in prompt.embeds)
     return math.ceil(length / CHARS_PER_TOKEN)

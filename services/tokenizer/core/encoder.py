@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import assert_never
 
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from services.tokenizer.core.chat_parts import ChatParts
 from services.tokenizer.core.chat_template import ChatTemplate, ChatTemplates
+from services.tokenizer.core.infill import Infill
 from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.core.vocabulary import Truncation, Vocabulary
 from shared.blocks import DEFAULT_BLOCK_SIZE, hash_chain
@@ -40,6 +41,7 @@ from shared.messages.tokenizer import (
     EmbedsPrompt,
     Encode,
     EncodeReply,
+    InfillPrompt,
     PairPrompt,
     Prompt,
     ReadTokenizerInfo,
@@ -78,10 +80,13 @@ class PromptEncoder:
         block_size: int = DEFAULT_BLOCK_SIZE,
         pair_template: ChatTemplate | None = None,
         info: bytes = b"{}",
+        infill_template: str | None = None,
     ) -> None:
         """`block_size`: tokens of each block that prompts are hashed by. `pair_template`: makes a prompt of two texts;
-        None: the tokenizer does, as a cross-encoder reads them. `info`: see `TokenizerInfo`."""
+        None: the tokenizer does, as a cross-encoder reads them. `info`: see `TokenizerInfo`. `infill_template`: see
+        `Infill`."""
         self._vocabulary, self._info = vocabulary, info
+        self._infill = Infill(vocabulary, infill_template)
         self._block_size = block_size
         self._templates = templates
         self._pair_template = pair_template
@@ -169,13 +174,16 @@ class PromptEncoder:
         )
 
     def _stopping(self, message: Tokenize) -> StopConditions:
-        """When the output ends. A chat's stop tokens are the model's own where it writes messages in channels."""
+        """When the output ends. A chat's stop tokens are the model's own where it writes messages in channels, those of
+        a gap's text what models write behind it."""
         stopping = message.stopping
+        if isinstance(message.prompt, InfillPrompt) and not stopping.ignore_eos:
+            return _with_stops(stopping, self._infill.stop_token_ids)
         chat = isinstance(message.prompt, ChatPrompt) or message.keep_markup
         if self.dialect.tools != CHANNELS_OF_CALLS or not chat or stopping.ignore_eos:
             return stopping
         own = self._vocabulary.named(set(CHANNEL_STOPS) - {self.special_tokens.get("eos_token")})
-        return replace(stopping, stop_token_ids=tuple(dict.fromkeys((*stopping.stop_token_ids, *own))))
+        return _with_stops(stopping, own)
 
     def answer(self, request: TokenizerRequest) -> TokenizerReply:
         """Text to tokens or back, or what the files say, for requests that ask for that alone; a refusal where the
@@ -235,6 +243,8 @@ class PromptEncoder:
             case TextPrompt():
                 text = self._vocabulary.beginning(prompt.text, prompt.text_tokens)
                 return encode(text, add_special_tokens=prompt.add_special_tokens, field="prompt")
+            case InfillPrompt():
+                return encode(self._infill.text(prompt), add_special_tokens=prompt.add_special_tokens, field="prompt")
             case TokenPrompt():
                 return self._vocabulary.unpacked(prompt.tokens, "prompt")
             case EmbedsPrompt():
@@ -289,6 +299,10 @@ class PromptEncoder:
         ):
             return thinking_of_continued(prompt)
         return thinking_state(self._vocabulary.decode(ids[-MARK_WINDOW:], skip_special_tokens=False))
+
+
+def _with_stops(stopping: StopConditions, own: Iterable[int]) -> StopConditions:
+    return replace(stopping, stop_token_ids=tuple(dict.fromkeys((*stopping.stop_token_ids, *own))))
 
 
 def _truncation(message: Tokenize | Encode) -> Truncation | None:

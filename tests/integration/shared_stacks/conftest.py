@@ -17,6 +17,8 @@ from tests.support.models.tiny_adapters import ATTENTION, demo_reference, write_
 from tests.support.models.tiny_models import TinyModel
 from tests.support.paths import DEMO_MODEL
 
+INFILL = "After: {suffix} Before: {prefix}"
+"""As no model of code has it: the demo model knows nothing of gaps."""
 THOUGHTS = "{%- if thinking -%}{{- '<think>' -}}{%- endif -%}{#- </think> -#}"
 
 
@@ -39,6 +41,7 @@ def ring(adapters: dict[str, TinyModel], tmp_path_factory: pytest.TempPathFactor
         more=[
             *("--itl-target-ms=100", "--long-prefill-token-threshold=64", "--pooling-type=last"),
             "--enable-prompt-embeds",
+            f"--infill-template={INFILL}",
             *(f"--lora={name}={adapter.path}" for name, adapter in adapters.items()),
             f"--lora-registry={tmp_path_factory.mktemp('registry')}/loras.json",
         ],

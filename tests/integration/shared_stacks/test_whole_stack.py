@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx2
+import ollama
 import openai
 import pytest
 import torch
@@ -19,6 +20,7 @@ from shared.messages.coordinator import Withdraw
 from shared.messages.gateway import Deltas
 from shared.messages.generation import SamplingOptions, StopConditions
 from shared.messages.tokenizer import TextPrompt, Tokenize
+from tests.integration.shared_stacks.conftest import INFILL
 from tests.support.cluster.bus_moments import user_bus
 from tests.support.cluster.conversations import DEADLINE, QUESTIONS, blocks_in_use, stream_chat
 from tests.support.cluster.stack import RunningStack
@@ -158,6 +160,25 @@ async def test_a_client_that_disconnects_frees_its_blocks(stack: RunningStack, c
     for stream in streams:
         await stream.close()
     assert await blocks_in_use(stack) == 0
+
+
+async def test_a_gap_is_filled_behind_the_text_around_it(stack: RunningStack, client: AsyncOpenAI) -> None:
+    """By OpenAI's and Ollama's clients; the first two prompts are one request's."""
+    before, after = ["The fox", "The hare"], " slept."
+    texts = [INFILL.format(prefix=text, suffix=after) for text in before]
+    asked: Any = {"model": stack.state.model, "max_tokens": 8, "temperature": 0}
+    plain = await client.completions.create(prompt=texts, **asked)
+    filled = await client.completions.create(prompt=before, suffix=after, **asked)
+    assert [each.text for each in filled.choices] == [each.text for each in plain.choices]
+    assert filled.usage is not None
+    assert plain.usage is not None
+    assert filled.usage.prompt_tokens == plain.usage.prompt_tokens
+    async with ollama.AsyncClient(host=stack.url) as other:
+        options = {"num_predict": 8, "temperature": 0}
+        answer = await other.generate(model=stack.state.model, prompt=before[0], suffix=after, options=options)
+        assert answer.response == plain.choices[0].text
+        with pytest.raises(ollama.ResponseError, match="raw: not allowed together with suffix"):
+            await other.generate(model=stack.state.model, prompt="a", suffix="b", raw=True)
 
 
 async def test_tokenize_and_detokenize_are_inverse(stack: RunningStack, http: httpx2.AsyncClient) -> None:

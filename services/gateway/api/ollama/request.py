@@ -150,7 +150,6 @@ def read_ollama_generate(
     fields = decode_body(body, _generate_decoder)
     card = check_generates(named_card(fields, cards))
     for name, what in (
-        ("suffix", "a suffix"),
         ("template", "a template of the client's"),
         ("context", "a context from an earlier answer"),
     ):
@@ -158,17 +157,16 @@ def read_ollama_generate(
             raise unsupported(name, what)
     if not fields.prompt:
         return _loaded(fields, card)
-    if not fields.raw:
+    if not (fields.raw or fields.suffix):
         system = [{"role": "system", "content": fields.system}] if fields.system else []
         prompt = {"role": "user", "content": _with_images(fields.prompt, fields.images, "images")}
         return _chat(fields, [*system, prompt], None, card, limits, dialect_of)
-    if fields.images:
-        raise invalid("images", "not allowed together with raw")
-    if fields.system:
-        raise invalid("system", "not allowed together with raw")
-    if fields.think:
-        raise invalid("think", "not allowed together with raw")
-    completion = CompletionFields(prompt=fields.prompt, max_tokens=None, response_format=_format(fields))
+    for name in ("images", "system", "think", *(["raw"] if fields.suffix else [])):
+        if getattr(fields, name):
+            raise invalid(name, f"not allowed together with {'suffix' if fields.suffix else 'raw'}")
+    completion = CompletionFields(
+        prompt=fields.prompt, suffix=fields.suffix, max_tokens=None, response_format=_format(fields)
+    )
     _fill(completion, fields, card)
     if fields.logprobs:
         completion.logprobs = fields.top_logprobs or 0

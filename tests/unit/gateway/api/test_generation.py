@@ -373,7 +373,11 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [2048]}, "prompt"),
     ({"prompt": [[1], [-1]]}, "prompt[1]"),
     ({"prompt": ["a"] * 100, "n": 2}, "n"),
-    ({"suffix": "x"}, "suffix"),
+    ({"suffix": "x", "prompt": [1, 2]}, "prompt"),
+    ({"suffix": "x", "prompt": []}, "prompt"),
+    ({"suffix": "x", "echo": True}, "suffix"),
+    ({"suffix": "x", "truncate_prompt_tokens": 5}, "suffix"),
+    ({"suffix": "x", "use_beam_search": True}, "suffix"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
 ]
