@@ -35,7 +35,7 @@ _LOADED_WHOLE = ("lighton_ocr",)
 """By `model_type`, those of which the library finds no tensors but with their head."""
 _COUNT_FRAMES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
 """By `model_type`, those whose bounds are of all frames that a patch is deep, though an image is the same in each."""
-_ONE_AXIS = ("lfm3_vl", "video_llama_3", "glm5_next", "minimax_m3_vl", "exaone4_5")
+_ONE_AXIS = ("lfm3_vl", "video_llama_3", "glm5_next", "minimax_m3_vl", "exaone4_5", "hyperclovax_vision_v2")
 """By `model_type`, those whose tokens of images have positions as those of texts, though their patches lie in grids."""
 _SCALE = "_scale"
 """What the name of a tensor ends with, or nearly so, that belongs to quantised weights."""

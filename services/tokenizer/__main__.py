@@ -9,6 +9,7 @@ from services.tokenizer.actor import TokenizerActor
 from services.tokenizer.config import TokenizerConfig
 from services.tokenizer.core.chat_template import (
     IMAGE_BOUND,
+    IMAGE_FOLLOWED,
     IMAGE_NUMBERED,
     IMAGE_ROW,
     IMAGE_TOKEN,
@@ -54,6 +55,7 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
         tokens[IMAGE_TOKEN] = image.shown or tokens.get(IMAGE_ROW, "")
         tokens |= {} if image.numbered is None else {IMAGE_NUMBERED: image.numbered}
         tokens |= {} if image.bounded is None else {IMAGE_BOUND: image.bounded}
+        tokens |= {} if image.followed is None else {IMAGE_FOLLOWED: image.followed}
     pairs = None if config.score_template is None else score_template(read_template(config.score_template))
     info = tokenizer_info(files, sources.get("default"))
     return PromptEncoder(Vocabulary(files), templates, tokens, config.block_size, pairs, info, config.infill_template)

@@ -64,6 +64,8 @@ GLM_5_NEXT, QWEN4_VL = "Glm5NextForConditionalGeneration", "Qwen4ExpForCondition
 VIP_LLAVA, GOT_OCR2 = "VipLlavaForConditionalGeneration", "GotOcr2ForConditionalGeneration"
 LLAVA_NEXT_VIDEO, IDEFICS2 = "LlavaNextVideoForConditionalGeneration", "Idefics2ForConditionalGeneration"
 GRANITE4_VISION = "Granite4VisionForConditionalGeneration"
+GRANITE_DOCLING = "GraniteDoclingForConditionalGeneration"
+HYPERCLOVAX_V2 = "HyperCLOVAXVisionV2ForConditionalGeneration"
 ARIA, EXAONE_4_5 = "AriaForConditionalGeneration", "Exaone4_5_ForConditionalGeneration"
 IMAGE_ARCHITECTURES = (
     GEMMA,
@@ -101,6 +103,7 @@ IMAGE_ARCHITECTURES = (
     GOT_OCR2,
     IDEFICS2,
     GRANITE4_VISION,
+    GRANITE_DOCLING,
     *QWEN_OMNI,
     *SOUND_TOKENS,
 )
@@ -110,7 +113,9 @@ MLLAMA = "MllamaForConditionalGeneration"
 NESTING_ARCHITECTURES = (*IMAGE_ARCHITECTURES, MLLAMA)
 """Those whose configuration has that of a language model in it which Baton's own code computes; of the last one where
 it is served for texts alone."""
-LIBRARY_IMAGE_ARCHITECTURES = (LLAMA4, *GEMMA4, AYA_VISION, COHERE2_VISION, ARIA, EXAONE_4_5, MLLAMA)
+LIBRARY_IMAGE_ARCHITECTURES = (
+    *(LLAMA4, *GEMMA4, AYA_VISION, COHERE2_VISION, ARIA, EXAONE_4_5, HYPERCLOVAX_V2, MLLAMA),
+)
 """The same of those whose language model `transformers` computes; of the last one where it is served with images."""
 
 DEFAULT_IMAGE_TOKENS = {
@@ -138,6 +143,8 @@ DEFAULT_IMAGE_TOKENS = {
     LLAVA_NEXT_VIDEO: 32_001,
     IDEFICS2: 32_001,
     GRANITE4_VISION: 32_000,
+    GRANITE_DOCLING: 100_337,
+    HYPERCLOVAX_V2: 128_060,
     GOT_OCR2: 151_859,
     ARIA: 9,
     EXAONE_4_5: 67,
@@ -161,6 +168,8 @@ class ImageModel(Struct, frozen=True):
     themselves (Voxtral's, of a sound)."""
     bounded: str | None = None
     """What stands on both sides of an image, once where two touch, with a space between it and a word behind it."""
+    followed: str | None = None
+    """What stands behind an image that ends with a row: text, which becomes tokens with what comes behind it."""
     mutual: bool = False
     """Whether an image's tokens see each other."""
     by_library: bool = False
@@ -301,10 +310,12 @@ def read_image_model(folder: Path) -> ImageModel | None:
         images = known_processor(folder, "image_processor", _RawNumbers) or _RawNumbers()
         numbered = "<image_id>{number}</image_id>{rows}" if images.use_image_id else None
         return None if token is None else ImageModel(token, numbered=numbered)
-    if ARIA in raw.architectures or EXAONE_4_5 in raw.architectures:
+    if any(each in raw.architectures for each in (ARIA, EXAONE_4_5, HYPERCLOVAX_V2)):
         return None if token is None else ImageModel(token, by_library=True)
     if IDEFICS2 in raw.architectures:
         return None if token is None else ImageModel(token, bounded="<fake_token_around_image>")
+    if GRANITE_DOCLING in raw.architectures:
+        return None if token is None else ImageModel(token, followed="\n")
     shown = "<image>" if any(each in raw.architectures for each in (OVIS2, QIANFAN_OCR)) else None
     return None if token is None else ImageModel(token, shown=shown)
 

@@ -82,6 +82,32 @@ class IdeficsText:
         return "".join(tiles) + ("\n" if tiles else "") + f"{mark}<global-img>{rows}{mark}"
 
 
+class DoclingText:
+    """Granite Docling's: as Idefics3's, but for an image of one tile, which has its rows once. The line break behind
+    these is the tokenizer's to write, as it may be one token with what follows."""
+
+    settings: Mapping[str, Any] = {}
+
+    def __init__(self, config: Any, name_of: NameOf) -> None:
+        tower = config.vision_config
+        self._rows = (tower.image_size // tower.patch_size // tower.scale_factor) ** 2
+        self._has_fine = tower.use_fine_route
+
+    def written(self, made: dict[str, Any], token: str) -> str:
+        """See :class:`ImageText`. Raises ValueError where its file asks for a path that the tower has not."""
+        if (fine := "tile_fine_mask" in made) and not self._has_fine:
+            raise ValueError("fine_route: true is not allowed; the model has no vision_config.use_fine_route")
+        (lines,), (columns,) = made["rows"][0], made["cols"][0]
+        mark, rows = "<fake_token_around_image>", self._rows * (4 if fine else 1) * token
+        tiles = [
+            "".join(f"{mark}<row_{line + 1}_col_{column + 1}>{rows}" for column in range(columns))
+            for line in range(lines)
+        ]
+        if lines * columns == 1:
+            return tiles[0]
+        return "\n".join(tiles) + f"\n\n{mark}<global-img>{rows}{mark}"
+
+
 class InternText:
     """InternVL's: the rows of all tiles, one behind the other."""
 
@@ -283,6 +309,7 @@ TEXTS: dict[str, Callable[[Any, NameOf], ImageText]] = {
     "qianfan_ocr": InternText,
     "idefics3": IdeficsText,
     "smolvlm": IdeficsText,
+    "granite_docling": DoclingText,
     "internvl": InternText,
     "llama4": LlamaText,
     "gemma4": Gemma4Text,

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from services.tokenizer.core.chat_template import (
     IMAGE_BOUND,
     IMAGE_END,
+    IMAGE_FOLLOWED,
     IMAGE_MARK,
     IMAGE_NUMBERED,
     IMAGE_ROW,
@@ -37,7 +38,7 @@ class ChatParts:
         self._image, self._image_end = special_tokens.get(IMAGE_TOKEN, ""), special_tokens.get(IMAGE_END, "")
         self._mark, self._image_row = special_tokens.get(IMAGE_MARK), special_tokens.get(IMAGE_ROW, self._image)
         self._numbered = special_tokens.get(IMAGE_NUMBERED, "{rows}")
-        self._bound = special_tokens.get(IMAGE_BOUND, "")
+        self._bound, self._followed = special_tokens.get(IMAGE_BOUND, ""), special_tokens.get(IMAGE_FOLLOWED, "")
         self._sound = special_tokens.get(SOUND_TOKEN, "")
         self._shown = "images" if SOUND_TOKEN in special_tokens else "images or sounds"
         self._video = special_tokens.get(VIDEO_TOKEN, "")
@@ -73,7 +74,8 @@ class ChatParts:
                 row = self._numbered.format(number=number, rows=self._image_row)
                 if self._mark is not None:
                     return f"\n\n{self._mark}{row}{self._image_end}\n\n"
-                return f"{self._bound}{row}{self._bound}"
+                followed = self._followed if part >= 0 and _ends_with_a_row(chat.embeds[part]) else ""
+                return f"{self._bound}{row}{self._bound}{followed}"
             if found.lastgroup == "sound":
                 order.append(next(sounds, -1))
                 return found[0]
@@ -183,3 +185,9 @@ class ChatParts:
             f"{' and '.join([*kinds, 'parts of type prompt_embeds'])} once, and other text must not have what stands "
             f"for them, such as {stands}",
         )
+
+
+def _ends_with_a_row(part: PromptEmbeds) -> bool:
+    """Whether no text stands behind the rows of an image."""
+    begin, count = part.runs[0] if part.runs else (0, part.count)
+    return all(at < begin + count for at, _ in part.texts)

@@ -40,6 +40,8 @@ IMAGE_NUMBERED = "image_numbered"
 """Under this name what is written for an image, as in `ImageModel.numbered`."""
 IMAGE_BOUND = "image_bound"
 """Under this name what stands on both sides of an image, as in `ImageModel.bounded`."""
+IMAGE_FOLLOWED = "image_followed"
+"""Under this name what stands behind an image, as in `ImageModel.followed`."""
 SOUND_TOKEN = "sound_token"
 """The same of a sound's."""
 VIDEO_TOKENS = (VIDEO_TOKEN, VIDEO_ROW, VIDEO_START, VIDEO_END) = (

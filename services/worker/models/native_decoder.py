@@ -182,8 +182,11 @@ class NativeDecoder:
             request.adapters = ctypes.pointer(adapters)
         if meta.inputs is not None:
             given_rows, values = meta.inputs.rows, meta.inputs.values
-            values = (values if self._input_scale is None else values * self._input_scale).float().contiguous()
             levels = values.shape[1] // self._hidden - 1
+            values = values.float().contiguous()
+            if self._input_scale is not None:  # what joins behind layers is not multiplied
+                begun = values[:, : self._hidden] * self._input_scale
+                values = torch.cat((begun, values[:, self._hidden :]), dim=1)
             inputs = library.Inputs(len(given_rows), given_rows.data_ptr(), values.data_ptr(), levels)
             request.inputs = ctypes.pointer(inputs)
         if not self._kernels.library.baton_decoder_run(self._decoder, ctypes.byref(request)):

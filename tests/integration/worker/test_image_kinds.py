@@ -33,7 +33,7 @@ from tests.support.models.image_kinds import IMAGE_KINDS
 from tests.support.models.pillow_processor import pillow_processor
 from tests.support.models.tiny_images import ImageModel, picture
 from tests.support.models.tiny_kimi_vision import MOST, MOST_OF_A_SIDE, PATCH
-from tests.support.models.tiny_llava_like import make_llava_like_model
+from tests.support.models.tiny_llava_like import LlavaLikeKind, make_llava_like_model
 from tests.support.models.tiny_minicpm_v import make_minicpm_model
 from tests.support.models.tiny_models import TinyModel
 from tests.support.models.tiny_newest import KINDS, make_newest_model
@@ -46,7 +46,7 @@ BEFORE_STATES = ("lfm2", "lfm3", "minicpm", "glm-5-next", "qwen4")
 """Whose language model has states."""
 SLOW = ("mistral-large-4", "glm-5-next", "qwen4")
 """Of the library's reference, which chooses keys token by token."""
-SHORT = ("glm-ocr", "paddle-ocr", "video-llama3", "minimax-m3", "exaone4.5")
+SHORT = ("glm-ocr", "paddle-ocr", "video-llama3", "minimax-m3", "exaone4.5", "hyperclovax")
 """Whose second chat has fewer tokens."""
 SHOWN_VIDEOS = ("LlavaNextVideo", "Exaone4_5_")
 HANDED_OVER = {
@@ -62,6 +62,8 @@ HANDED_OVER = {
     "lfm3": "<|image_pad|>",
     "qwen4": "<|image_pad|>",
     "granite4-vision": "<image>",
+    "granite-docling": "<image>",
+    "hyperclovax": "<|image_pad|>",
     "idefics2": "<image>",
 }
 """What stands for an image, of kinds whose whole stack would be one that others have (tests/integration/cluster)."""
@@ -186,7 +188,8 @@ def test_images_of_qwen4_are_refused_where_a_part_is_chosen(tmp_path: Path) -> N
     "kind",
     [
         *("mistral-large-4", "glm-5-next", "qwen4", "minimax-m3"),
-        *("VipLlava", "LlavaNextVideo", "GotOcr2", "Idefics2", "Aria", "Exaone4_5_"),
+        *("VipLlava", "LlavaNextVideo", "GotOcr2", "Idefics2", "Aria", "Exaone4_5_", "GraniteDocling"),
+        "HyperCLOVAXVisionV2",
     ],
 )
 def test_who_names_no_token_of_an_image_has_the_librarys(kind: str, tmp_path: Path) -> None:
@@ -202,19 +205,42 @@ def test_who_names_no_token_of_an_image_has_the_librarys(kind: str, tmp_path: Pa
     assert (None if shown is None else shown.video) == (config.video_token_id if kind in SHOWN_VIDEOS else None)
 
 
-@pytest.mark.parametrize("splits", [True, False])
-def test_marks_around_images_of_idefics2_are_the_librarys(splits: bool, tmp_path: Path) -> None:
-    """Once between images that touch, with a space before a word behind them, in four quarters and not."""
-    model = make_llava_like_model(tmp_path, "idefics2", splits=splits)
+@pytest.mark.parametrize(("kind", "splits"), [("idefics2", True), ("idefics2", False), ("granite-docling", True)])
+def test_what_stands_around_images_is_the_librarys(kind: LlavaLikeKind, splits: bool, tmp_path: Path) -> None:
+    """Marks of Idefics2, once between images that touch, with a space before a word behind them, in four quarters and
+    not; the line break behind an image of one tile of Granite Docling's, which others end with a mark."""
+    model = make_llava_like_model(tmp_path, kind, splits=splits)
     flat, tall, route = picture(0, (150, 40)), picture(1, (60, 300)), routing(model)
+    small = picture(2, (20, 20))
     for parts in (
         ("What is", flat, "there?"),
         (flat, tall, " and ", flat, "\nand", tall, "<b>"),
+        (small, "\nand", small, small, " one", small),
         ("No image at all.",),
     ):
         routed = route(ImageChat(*parts))
         assert isinstance(routed, Route)
         assert unpack(routed.generation.tokens) == ImageChat(*parts).prompt(model)[0]
+
+
+def test_granite_docling_takes_the_path_that_its_file_asks_for(tmp_path: Path) -> None:
+    """The fine one has four rows for each, where its tower has it."""
+    model, image = make_llava_like_model(tmp_path, "granite-docling"), picture(0, (150, 40))
+    model.processor.image_processor.fine_route = True
+    model.processor.image_processor.save_pretrained(tmp_path)
+    decoded = decode_image(DecodingRequest(image))
+    assert isinstance(decoded, DecodedImage)
+    made = ImageTower(tmp_path).encode(decoded)
+    rows = torch.frombuffer(bytearray(made.rows), dtype=torch.float32).view(-1, made.size)
+    torch.testing.assert_close(rows, model.rows(image))
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["vision_config"]["use_fine_route"] = False
+    path.write_text(json.dumps(config))
+    with pytest.raises(
+        TowerUnusable, match=r"fine_route: true is not allowed; the model has no vision_config\.use_fine"
+    ):
+        ImageTower(tmp_path)
 
 
 def test_images_of_minicpm_may_have_no_numbers(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.support.models.tiny_deepseek_vl import make_deepseek_model
 from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_kimi_vision import make_kimi_model
 from tests.support.models.tiny_lfm_vl import make_lfm3_model, make_lfm_model
-from tests.support.models.tiny_library_vl import make_aria_model, make_exaone_model
+from tests.support.models.tiny_library_vl import make_aria_model, make_exaone_model, make_hyperclovax_model
 from tests.support.models.tiny_llava_like import make_llava_like_model
 from tests.support.models.tiny_minicpm_v import make_minicpm_model
 from tests.support.models.tiny_newest import make_newest_model
@@ -37,10 +37,11 @@ IMAGE_KINDS: dict[str, Callable[..., ImageModel]] = {
     **{kind: partial(make_newest_model, kind=kind) for kind in ("mistral-large-4", "glm-5-next", "minimax-m3")},
     **{
         kind: partial(make_llava_like_model, kind=kind)
-        for kind in ("vip-llava", "llava-next-video", "got-ocr2", "idefics2", "granite4-vision")
+        for kind in ("vip-llava", "llava-next-video", "got-ocr2", "idefics2", "granite4-vision", "granite-docling")
     },
     "aria": make_aria_model,
     "exaone4.5": make_exaone_model,
+    "hyperclovax": make_hyperclovax_model,
     "qwen4": partial(make_newest_model, kind="qwen4", seed=2),
     **{kind: partial(make_ocr_model, kind=kind) for kind in ("glm-ocr", "paddle-ocr", "lighton-ocr", "qianfan-ocr")},
 }

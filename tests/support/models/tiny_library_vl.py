@@ -1,5 +1,5 @@
-"""Tiny random models with images whose language model `transformers` computes (Aria, EXAONE 4.5), and the library's own
-of the same weights."""
+"""Tiny random models with images whose language model `transformers` computes (Aria, EXAONE 4.5, HyperCLOVA X Vision
+2), and the library's own of the same weights."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from transformers import (
     Exaone4_5_Config,
     Exaone4_5_ForConditionalGeneration,
     Exaone4_5_Processor,
+    HyperCLOVAXVisionV2Config,
+    HyperCLOVAXVisionV2ForConditionalGeneration,
     ProcessorMixin,
     Qwen2VLImageProcessorPil,
 )
@@ -24,7 +26,7 @@ from tests.support.models.library_models import LANGUAGE_MODELS
 from tests.support.models.tiny_glm_vl import MAX_PIXELS, MIN_PIXELS
 from tests.support.models.tiny_images import ImageModel
 from tests.support.models.tiny_lfm_vl import TEMPLATE as LFM
-from tests.support.models.tiny_towers import tower
+from tests.support.models.tiny_towers import TEXT, tower
 from tests.support.paths import DEMO_MODEL
 
 TEMPLATE = LFM.replace("<image>", "<fim_prefix><|img|><fim_suffix>")
@@ -77,6 +79,27 @@ def make_exaone_model(folder: Path, seed: int = 0) -> ImageModel:
     )
     torch.manual_seed(seed)
     reference: Any = Exaone4_5_ForConditionalGeneration(config)
+    sizes: Any = {"size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}, "patch_size": 14}
+    images = Qwen2VLImageProcessorPil(**sizes)
+    return _written(folder, reference, images, _Processor(images, tokenizer, EXAONE_TEMPLATE))
+
+
+def make_hyperclovax_model(folder: Path, seed: int = 0) -> ImageModel:
+    """Writes a HyperCLOVA X Vision 2 to `folder`, with the demo model's tokenizer. Its library's processor is EXAONE
+    4.5's but for what it writes of videos."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*EXAONE_TOKENS, "<|im_start|>", "<|im_end|>"]})
+    image, video = tokenizer.convert_tokens_to_ids(list(EXAONE_TOKENS[:2]))
+    multipliers = {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5}
+    config = HyperCLOVAXVisionV2Config(
+        text_config={**TEXT, **multipliers, "model_type": "hyperclovax", "vocab_size": len(tokenizer)},
+        vision_config={**_EXAONE_TOWER, "model_type": "qwen2_5_vl_vision", "out_hidden_size": 48},
+        image_token_id=image,
+        video_token_id=video,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    reference: Any = HyperCLOVAXVisionV2ForConditionalGeneration(config)
     sizes: Any = {"size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}, "patch_size": 14}
     images = Qwen2VLImageProcessorPil(**sizes)
     return _written(folder, reference, images, _Processor(images, tokenizer, EXAONE_TEMPLATE))

@@ -14,6 +14,8 @@ from transformers import (
     GotOcr2ImageProcessorPil,
     GotOcr2Processor,
     Granite4VisionProcessor,
+    GraniteDoclingImageProcessorPil,
+    GraniteDoclingProcessor,
     Idefics2ImageProcessorPil,
     Idefics2Processor,
     LlavaNextImageProcessorPil,
@@ -30,7 +32,7 @@ from tests.support.paths import DEMO_MODEL
 
 _VIDEOS = "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
 NEXT_VIDEO = LLAVA.replace(_VIDEOS, _VIDEOS.replace("'text'", "'video'") + "{{ '<video>\\n' }}{% endfor %}" + _VIDEOS)
-LlavaLikeKind = Literal["vip-llava", "llava-next-video", "got-ocr2", "idefics2", "granite4-vision"]
+LlavaLikeKind = Literal["vip-llava", "llava-next-video", "got-ocr2", "idefics2", "granite4-vision", "granite-docling"]
 IDEFICS2 = (
     "{% for message in messages %}{{ message['role'] | capitalize + ':' }}"
     "{% if message['content'] is string %}{{ ' ' + message['content'] }}{% else %}"
@@ -41,6 +43,13 @@ IDEFICS2 = (
 GOT = LFM.replace("<image>", "<img><imgpad></img>\n")
 """What the models' own come to; GOT-OCR 2's is what its processor writes."""
 _GOT_SIDE, _GOT_PATCH, _GOT_ROWS = 64, 4, 16
+_GRANITE = {
+    **TEXT,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+}
 _TILES = [[2 * SIDE, SIDE], [SIDE, 2 * SIDE], [2 * SIDE, 2 * SIDE]]
 
 
@@ -77,6 +86,7 @@ def make_llava_like_model(folder: Path, kind: LlavaLikeKind, seed: int = 0, *, s
         "got-ocr2": _got,
         "idefics2": _idefics2,
         "granite4-vision": _granite,
+        "granite-docling": _docling,
     }
     reference, processor = makers[kind]()
     if kind == "idefics2":
@@ -135,15 +145,7 @@ def _granite() -> tuple[Any, Any]:
     tokenizer = _tokenizer(LLAVA, "<image>")
     config = transformers.Granite4VisionConfig(
         vision_config={**tower(hidden_size=64), "model_type": "clip_vision_model"},
-        text_config={
-            **TEXT,
-            "num_hidden_layers": 6,
-            "vocab_size": len(tokenizer),
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.7,
-            "logits_scaling": 2.0,
-        },
+        text_config={**_GRANITE, "num_hidden_layers": 6, "vocab_size": len(tokenizer)},
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         image_grid_pinpoints=_TILES,
         downsample_rate="1/2",
@@ -162,6 +164,18 @@ def _granite() -> tuple[Any, Any]:
         chat_template=LLAVA,
     )
     return transformers.Granite4VisionForConditionalGeneration(config), processor
+
+
+def _docling() -> tuple[Any, Any]:
+    tokenizer = _tokenizer(LFM, "<|im_start|>", "<|im_end|>", "<fake_token_around_image>", "<image>")
+    config = transformers.GraniteDoclingConfig(
+        vision_config={**tower(), "scale_factor": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+        text_config={**_GRANITE, "vocab_size": len(tokenizer), "pad_token_id": 0},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    images = GraniteDoclingImageProcessorPil(size={"height": SIDE, "width": SIDE}, max_patches=6)
+    processor = GraniteDoclingProcessor(images, tokenizer, image_seq_len=4, chat_template=LFM)
+    return transformers.GraniteDoclingForConditionalGeneration(config), processor
 
 
 def _got() -> tuple[Any, Any]:

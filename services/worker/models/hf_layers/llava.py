@@ -17,6 +17,7 @@ from shared.models.image_models import (
     GLM_ASR,
     GOT_OCR2,
     GRANITE4_VISION,
+    GRANITE_DOCLING,
     GRANITE_SPEECH,
     IDEFICS2,
     KIMI_K2_5,
@@ -61,6 +62,7 @@ _OWN_MODELS = {
     GOT_OCR2: {"qwen2": "Qwen2ForCausalLM"},
     IDEFICS2: {"mistral": "MistralForCausalLM"},
     GRANITE4_VISION: {"granite4_vision_text": "Granite4VisionTextForCausalLM"},
+    GRANITE_DOCLING: {"granite_docling_text": "GraniteDoclingTextForCausalLM"},
     **{each: {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"} for each in KIMI_K2_5},
     MISTRAL_LARGE_4: {"mistral_large4_text": "MistralLarge4ForCausalLM"},
     QWEN4_VL: {"qwen4_exp_text": "Qwen4ExpForCausalLM"},
@@ -147,8 +149,18 @@ LANGUAGE_MODEL_DEFAULTS: dict[str, dict[str, Any]] = {
 or most sizes out."""
 
 
+class _RawTaps(Struct):
+    deepstack_visual_indexes: list[int] | None = None
+
+    @property
+    def input_levels(self) -> int:
+        """Layers of Granite Docling's tower whose output joins behind the first layers."""
+        return 3 if self.deepstack_visual_indexes is None else len(self.deepstack_visual_indexes)
+
+
 class _RawLlava(Struct):
     text_config: dict[str, Any]
+    vision_config: _RawTaps | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
@@ -185,6 +197,8 @@ def language_model(text: bytes, architecture: str, has_head: HasHead = without_t
         given["image_token_id"] = DEFAULT_IMAGE_TOKENS[QWEN4_VL] if token is None else token
     if architecture == GRANITE4_VISION:
         given["level_layers"] = whole.level_layers
+    if architecture == GRANITE_DOCLING:
+        given["input_levels"] = (whole.vision_config or _RawTaps()).input_levels
     own = {**LANGUAGE_MODEL_DEFAULTS.get(kind, {}), **given, **without_ties(whole.text_config)}
     return msgspec.json.encode({**own, "architectures": [known[kind]]})
 

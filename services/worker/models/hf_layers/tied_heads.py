@@ -13,6 +13,7 @@ from shared.models.image_models import (
     GEMMA,
     GLM_ASR,
     GOT_OCR2,
+    GRANITE_DOCLING,
     GRANITE_SPEECH,
     KIMI_K2_5,
     LFM2_VL,
@@ -29,7 +30,7 @@ _LFM2 = "tie_embedding"
 """Another name of it, of LFM2, which comes first."""
 _BY_DEFAULT = (
     *(GEMMA, MISTRAL3, "InternVLForConditionalGeneration", *KIMI_K2_5, LFM2_VL, LFM3_VL, *DEEPSEEK_VL, OVIS2),
-    *(LIGHTON_OCR, PADDLE_OCR, GOT_OCR2, QWEN3_ASR, GLM_ASR, GRANITE_SPEECH),
+    *(LIGHTON_OCR, PADDLE_OCR, GOT_OCR2, QWEN3_ASR, GLM_ASR, GRANITE_SPEECH, GRANITE_DOCLING),
 )
 """Those whose head is the embedding where nothing is said of the whole."""
 

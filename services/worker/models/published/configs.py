@@ -23,9 +23,11 @@ from services.worker.models.published.hunyuan import hy4
 from services.worker.models.published.jais import JAIS, jais
 from services.worker.models.published.layout import Published, converted
 from services.worker.models.published.llamas import (
+    GRANITE_DOCLING_TEXT,
     GRANITE_SPEECH_TEXT,
     GRANITE_VISION,
     MLLAMA_TEXT,
+    granite_docling,
     granite_speech,
     granite_vision,
     mllama,
@@ -427,6 +429,7 @@ PUBLISHED: dict[str, Callable[[_Keys], Published]] = {
     OURO: ouro,
     "Plamo3ForCausalLM": plamo_3,
     GRANITE_SPEECH_TEXT: granite_speech,
+    GRANITE_DOCLING_TEXT: granite_docling,
     MINIMAX_M3: minimax_m3,
     HY4: hy4,
     GLM_NEXT: glm_next,

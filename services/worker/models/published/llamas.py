@@ -1,6 +1,7 @@
 """Reads the `config.json` of language models of models that see or hear. They are Llamas: Llama 3.2 Vision (Mllama),
 for texts alone, without the layers that attend to images, which give nothing where there is none; and with multipliers
-Granite Speech and Granite 4 Vision, some of whose layers read a part of an image's row each."""
+Granite Speech, Granite Docling and Granite 4 Vision; some layers of the last two read a part of an image's row
+each."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from services.worker.models.config import LayerConfig, ModelError
 from services.worker.models.published.layout import Published, converted
 
 MLLAMA_TEXT, GRANITE_VISION = "MllamaForCausalLM", "Granite4VisionTextForCausalLM"
-GRANITE_SPEECH_TEXT = "GraniteSpeechTextForCausalLM"
+GRANITE_SPEECH_TEXT, GRANITE_DOCLING_TEXT = "GraniteSpeechTextForCausalLM", "GraniteDoclingTextForCausalLM"
 FURTHER_WORDS = 8
 """Rows that the embedding has behind those of the vocabulary: the image's token is the first."""
 _THETA = 500_000.0
@@ -30,6 +31,22 @@ _GRANITE_DEFAULTS: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """What `transformers` takes where a Granite says nothing."""
+_DOCLING_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 133_800,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 100_257,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.263,
+    "attention_multiplier": 0.015625,
+}
+"""What it takes where a Granite Docling's does not."""
 
 
 class _RawMllama(Struct, kw_only=True):
@@ -95,3 +112,9 @@ def granite_vision(raw: Mapping[str, Any]) -> Published:
         )
     levels: dict[str, Any] = {"input_levels": len(layers), "level_layers": layers}
     return Published({**_GRANITE_DEFAULTS, **said}, own.changes | levels)
+
+
+def granite_docling(raw: Mapping[str, Any]) -> Published:
+    """Parts of an image's row join behind the first layers. Raises msgspec.ValidationError."""
+    said = {**_DOCLING_DEFAULTS, **{key: value for key, value in raw.items() if value is not None}}
+    return Published(said, converted(said, _RawGraniteBase).changes)

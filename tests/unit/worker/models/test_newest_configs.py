@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
-from transformers import Glm5NextTextConfig, Qwen4ExpTextConfig
+from transformers import Glm5NextTextConfig, GraniteDoclingConfig, Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
 from services.worker.backend import BackendError
@@ -364,6 +364,38 @@ def test_granite_4_vision_names_the_layers_that_read_parts_of_images(tmp_path: P
     for layers in ([40], [0]):
         with pytest.raises(ModelError, match=f"name layer {layers[0]}: each of the 40 layers may be named once"):
             read(tmp_path, whole, deepstack_layer_map=[[-1, 0]], spatial_target_layers=layers)
+
+
+def test_granite_docling_is_a_granite_whose_first_layers_read_parts_of_images(tmp_path: Path) -> None:
+    """What nothing says is the library's; the one of 258M is a Llama behind Idefics3's tower."""
+    whole = {"architectures": ["GraniteDoclingForConditionalGeneration"], "dtype": "bfloat16", "text_config": {}}
+    config, theirs = read(tmp_path, whole), GraniteDoclingConfig().text_config
+    assert is_native(tmp_path)
+    assert (config.input_levels, config.level_layers, config.image_row_size) == (3, (), 4 * 1024)
+    assert [config.level_before(layer) for layer in (0, 1, 3, 4)] == [None, 0, 2, None]
+    assert config.scales_inputs
+    assert (config.embedding_scale, config.residual_scale) == (theirs.embedding_multiplier, theirs.residual_multiplier)
+    assert (config.attention_scale, config.logits_divisor) == (theirs.attention_multiplier, theirs.logits_scaling)
+    assert (config.vocab_size, config.num_kv_heads) == (theirs.vocab_size, theirs.num_key_value_heads)
+    assert (len(config.layers), config.max_positions) == (theirs.num_hidden_layers, theirs.max_position_embeddings)
+    taps = {"vision_config": {"deepstack_visual_indexes": [1]}}
+    assert read(tmp_path, {**whole, **taps}).input_levels == 1
+    text = {
+        "architectures": ["VLlama3ForCausalLM"],
+        "model_type": "llama",
+        "is_llama_config": True,
+        "perceiver_config": {"model_type": "vllama3", "qk_layer_norms_perceiver": False},
+        "qk_layer_norms": False,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000.0,
+        "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+        "use_resampler": False,
+    }
+    tower = {"model_type": "idefics3_vision", "max_image_size": {"longest_edge": 512}, "use_base_siglip": False}
+    older = {"architectures": ["Idefics3ForConditionalGeneration"], "text_config": text, "vision_config": tower}
+    assert read(tmp_path, older).input_levels == 0
+    assert is_native(tmp_path)
 
 
 def test_glm_next_is_a_ling_3_in_streams_that_chooses_pools(tmp_path: Path) -> None:
