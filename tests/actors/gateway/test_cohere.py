@@ -6,14 +6,17 @@ import json
 from typing import Any
 
 import cohere
+import msgspec
 import pytest
 from cohere.core.api_error import ApiError
 
+from services.gateway.api.cohere.request import read_cohere_chat
+from services.gateway.api.generation import RequestLimits
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.dialects import Dialect
 from shared.messages.tokenizer import ChatPrompt, Tokenize
 from tests.actors.gateway.test_tool_calls import PARIS, ROME, SCHEMA, speaking
-from tests.support.gateway.fake_services import MODEL, said
+from tests.support.gateway.fake_services import CARD, MODEL, said
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
 from tests.support.gateway.tool_calls import written
 
@@ -57,7 +60,9 @@ async def test_thoughts_and_calls_are_told_apart_and_go_back_as_they_came(memory
         events: list[Any] = [event async for event in client.chat_stream(**fields)]
         assert whole.finish_reason == "TOOL_CALL"
         shown = [(part.type, getattr(part, part.type).strip()) for part in whole.message.content]
-        assert shown == [("thinking", "hm"), ("text", "Look:")]
+        assert (shown, whole.message.tool_plan.strip()) == ([("thinking", "hm")], "Look:")
+        texts = [event.delta.message.content for event in events if event.type == "content-delta"]
+        assert "".join(each.text or "" for each in texts).strip() == "Look:", "no plan, as calls are not known of yet"
         calls = [(call.function.name, json.loads(call.function.arguments)) for call in whole.message.tool_calls]
         assert calls == [(call.name, call.arguments) for call in (PARIS, ROME)]
         assert [event.index for event in events if event.type == "tool-call-start"] == [0, 1]
@@ -80,11 +85,22 @@ async def test_thoughts_and_calls_are_told_apart_and_go_back_as_they_came(memory
     assert prompt.template_kwargs["documents"] == [{"text": "one"}, {"title": "two", "id": "2"}]
 
 
+def test_a_schema_has_two_names() -> None:
+    def read(name: str, schema: dict[str, Any]) -> Any:
+        body = {"model": MODEL, "messages": HELLO, "response_format": {"type": "json_object", name: schema}}
+        return read_cohere_chat(msgspec.json.encode(body), [CARD], RequestLimits(), None)
+
+    shape = {"type": "object", "properties": {"city": {"type": "string"}}}
+    assert read("schema", shape) == read("json_schema", shape) != read("schema", {"type": "object"})
+
+
 async def test_what_has_no_effect_here_is_refused_by_name(memory_bus: MemoryBus) -> None:
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"documents": ["a"]}, "documents"),
         ({"citation_options": {"mode": "FAST"}}, "citation_options"),
         ({"safety_mode": "STRICT"}, "safety_mode"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "schema": {}, "json_schema": {}}}, "response_format.schema"),
         ({"thinking": {"type": "enabled"}}, "thinking"),
         ({"p": 2.0}, "p: 2.0"),
         ({"stop_sequences": [""]}, "stop_sequences"),

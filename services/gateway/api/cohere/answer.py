@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, Literal
 
 from services.gateway.api.chat import mistral_id, openai_id
@@ -22,6 +23,11 @@ class CohereText:
     def __init__(self, kind: ContentKind, index: int) -> None:
         self._kind, self._index = kind, index
         self._pieces: list[str] = []
+
+    @property
+    def said(self) -> str | None:
+        """A text that is no thought."""
+        return "".join(self._pieces) if self._kind == "text" else None
 
     def begin(self) -> list[Event]:
         """Returns the event of its start."""
@@ -72,11 +78,17 @@ class CohereMessage(AnswerParts[CohereText | CohereCall]):
     """Owns an answer's texts and calls, which are numbered apart."""
 
     def body(self) -> dict[str, Any]:
-        """Returns the answer's `message`."""
-        content = [part.body() for part in self._parts if isinstance(part, CohereText)]
+        """Returns the answer's `message`. What is said before calls is their plan, as of Cohere's own models; in a
+        stream it is a text, as nobody knows there that calls will follow."""
+        texts = [part for part in self._parts if isinstance(part, CohereText)]
         calls = [part.body() for part in self._parts if isinstance(part, CohereCall)]
-        message: dict[str, Any] = {"role": "assistant", "content": content or None}
-        return message | ({"tool_calls": calls} if calls else {})
+        if not calls:
+            return {"role": "assistant", "content": [text.body() for text in texts] or None}
+        before = takewhile(lambda part: isinstance(part, CohereText), self._parts)
+        plan = [part for part in before if isinstance(part, CohereText) and part.said is not None]
+        content = [text.body() for text in texts if text not in plan]
+        message: dict[str, Any] = {"role": "assistant", "content": content or None, "tool_calls": calls}
+        return message | ({"tool_plan": "".join(text.said or "" for text in plan)} if plan else {})
 
     def _new_text(self, kind: TextKind, text: str) -> CohereText:
         return CohereText("thinking" if kind == "reasoning" else "text", self._texts)

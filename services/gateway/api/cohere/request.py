@@ -43,6 +43,8 @@ class CohereFormatFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
     type: Literal["text", "json_object"]
     json_schema: dict[str, Any] | None = None
+    schema: dict[str, Any] | None = None
+    """Its name in version 1, which LangChain sends to version 2, too."""
 
 
 class CitationFields(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -171,13 +173,19 @@ def _document(given: str | dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _response_format(given: CohereFormatFields | None) -> ResponseFormat | None:
-    if given is None or given.type == "text":
-        if given is not None and given.json_schema is not None:
-            raise invalid("response_format.json_schema", "only allowed where type is 'json_object'")
+    if given is None:
         return None
-    if given.json_schema is None:
+    name = "json_schema" if given.schema is None else "schema"
+    schema = getattr(given, name)
+    if given.json_schema is not None and given.schema is not None:
+        raise invalid("response_format.schema", "not allowed beside json_schema, which is the same")
+    if given.type == "text":
+        if schema is not None:
+            raise invalid(f"response_format.{name}", "only allowed where type is 'json_object'")
+        return None
+    if schema is None:
         return ResponseFormat(type="json_object")
-    described = {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.json_schema}}
+    described = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     return msgspec.convert(described, ResponseFormat)
 
 
