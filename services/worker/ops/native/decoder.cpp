@@ -54,7 +54,7 @@ bool Decoder::run(const Forward& forward) {
         }
         bool every = i < end_ || forward.ends_every_row(config_.layers);
         if (!every && forward.logits == 0) return true;
-        if (!every && forward.logits < rows) pick(forward), rows = forward.logits;
+        if (!every && forward.logits < rows) pick(forward, only_last_attend(layer, forward, i)), rows = forward.logits;
         if (layer.output.groups)
             add_output(mixed(rows), layer.output, layer.attention_post_norm, kAdaptedOfLayer * i + kOutput, layer.output_scale, layer.beside);
         mlp(layer, i, rows, forward.inputs);
@@ -127,9 +127,10 @@ void Decoder::join(const Forward& forward) {
 // From the normed rows to the mixed values; keys and values are in the cache then.
 void Decoder::attention(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x) {
     int rows = x.count, first = kAdaptedOfLayer * index, width = config_.heads * config_.head_dim;
+    if (only_last_attend(layer, forward, index)) return attend_last(layer, forward, index, x);
     auto* qkv = (float*)qkv_.fit(rows, width + 2 * config_.kv_heads * config_.head_dim, 4);
     multiply_adapted(x, layer.qkv, first + kQkv, qkv, qkv_.stride, layer.input_scales);
-    Cache cache{config_.number, forward.keys[index], forward.values[index], config_.kv_heads, config_.head_dim, config_.page_bits, config_.cache_code};
+    Cache cache = cache_of(forward, index);
     rope_and_store(pool_,
                    {qkv, qkv_.stride, config_.heads, layer.cos_sin, layer.q_norm, layer.k_norm, config_.eps,
                     queries_.data(), queries_.stride, config_.growth},
@@ -337,22 +338,6 @@ void Decoder::multiply_adapted(const Rows& x, const Linear& linear, int adapted,
     });
 }
 
-// Keeps the rows whose logits are wanted: the last layer computes no others.
-void Decoder::pick(const Forward& forward) {
-    auto copy = [&](Buffer& from, Buffer& to, int size) {
-        if (to.memory.size() < from.memory.size()) to.memory.resize(from.memory.size());
-        to.stride = from.stride;
-        size_t bytes = size_t(from.stride) * size;
-        for (int i = 0; i < forward.logits; ++i)
-            memcpy((char*)to.data() + i * bytes, (const char*)from.data() + forward.logits_rows[i] * bytes, bytes);
-        std::swap(from, to);
-    };
-    copy(mixed_, queries_, mixed_number_ == Number::kHalf ? 2 : 4);
-    copy(residual_, output_, 4);
-    if (layers_[size_t(end_)].beside) copy(beside_, output_, 4);
-    if (adapted_) slots_ = forward.adapters->logits_slots;
-}
-
 // What every row ends with: its residual where nothing is normed, or where it is what the next row begins with.
 void Decoder::give_features(const Forward& forward) {
     bool plain = !config_.final_norm || config_.given_norm;
@@ -366,17 +351,6 @@ void Decoder::give_features(const Forward& forward) {
         for (int i = 0; i < config_.hidden; ++i)
             to[i] = size_ == 2 ? float_of(((const Bf16*)from)[i]) : ((const float*)from)[i];
     });
-}
-
-// The head reads on only where logits are wanted.
-void Decoder::pick_last(const Forward& forward) {
-    Buffer& from = config_.final_norm ? normed_ : residual_;
-    int size = config_.final_norm ? size_ : 4;
-    output_.fit(forward.logits, config_.hidden, size);
-    size_t bytes = size_t(from.stride) * size;
-    for (int i = 0; i < forward.logits; ++i)
-        memcpy((char*)output_.data() + i * bytes, (const char*)from.data() + forward.logits_rows[i] * bytes, bytes);
-    std::swap(from, output_);
 }
 
 // Adds what the rows' adapters make of x. `adapted`: which of their tables.

@@ -276,7 +276,11 @@ class Decoder {
     void fill_rows(const DecoderLayer& layer, int index, const float* projected, int rows);
     void make_gates(const DecoderLayer& layer, float* projected, int rows);
     void multiply_adapted(const Rows& x, const Linear& linear, int adapted, float* to, int64_t stride, const float* scales = nullptr);
-    void pick(const Forward& forward);
+    bool only_last_attend(const DecoderLayer& layer, const Forward& forward, int index) const;
+    void attend_last(const DecoderLayer& layer, const Forward& forward, int index, const Rows& x);
+    Rows last_of(const Forward& forward, const Rows& x);
+    Batch last_batch(const Forward& forward, int index);
+    void pick(const Forward& forward, bool mixed);
     void join(const Forward& forward);
     void tap(const Forward& forward, int layer);
     void give_features(const Forward& forward);
@@ -296,6 +300,9 @@ class Decoder {
     void keep_residual(int rows, float kept);
     void logits(const Forward& forward);
     const AttentionPlan& plan(const Batch& batch, int window);
+    Cache cache_of(const Forward& forward, int index) const {
+        return {config_.number, forward.keys[index], forward.values[index], config_.kv_heads, config_.head_dim, config_.page_bits, config_.cache_code};
+    }
     Rows rows_of(Buffer& buffer, int count) { return {buffer.data(), config_.number, buffer.stride, count}; }
     Rows mixed(int count) { return {mixed_.data(), mixed_number_, mixed_.stride, count}; }
     Rows residual(int count) { return {residual_.data(), Number::kSingle, residual_.stride, count}; }
@@ -309,6 +316,7 @@ class Decoder {
     Number mixed_number_ = Number::kSingle;  // of what `mixed_` holds: floats behind a mixer with states
     std::vector<float> router_logits_, chances_, shared_gates_;
     std::vector<int64_t> picks_, head_starts_;
+    std::vector<int> last_rows_;  // of the last layer that attends, what its batch points to
     std::vector<int> decoded_;  // of a step of decodes, what its batches point to
     std::vector<Batch> decodes_;  // of each group of layers
     std::vector<uint32_t> keys_;

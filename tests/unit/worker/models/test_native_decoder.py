@@ -59,8 +59,8 @@ LLAMA = ModelConfig(
     tied_embeddings=False,
     eos_token_ids=(),
 )
-GROWING = structs.replace(LLAMA, query_steps=PositionSteps(beta=0.3, length=24))
-"""As Ministral 3's."""
+GROWING = structs.replace(LLAMA, num_heads=6, head_dim=16, query_steps=PositionSteps(beta=0.3, length=24))
+"""As Ministral 3's, of queries and keys that share a group of outputs."""
 GEMMA = structs.replace(
     LLAMA,
     intermediate_size=80,
@@ -234,10 +234,10 @@ class Steps:
         self.blocks = scattered_blocks(lengths)
         self.caches: KvCaches = self.decoder.allocate_kv(sum(map(len, self.blocks)) + 1, len(lengths) + 2)
 
-    def run(self, counts: dict[int, tuple[int, int]]) -> Tensor:
-        """Logits of each sequence's last row."""
-        meta = meta_of([Rows(end - first, end, self.blocks[number]) for number, (first, end) in counts.items()])
-        logits = self._forward(counts, meta)
+    def run(self, counts: dict[int, tuple[int, int]], first: int = 0) -> Tensor:
+        """Logits of each sequence's last row, but for those before the sequence `first`."""
+        meta = meta_of([Rows(end - begin, end, self.blocks[number]) for number, (begin, end) in counts.items()])
+        logits = self._forward(counts, replace(meta, logits_rows=meta.logits_rows[first:]))
         assert logits is not None
         return logits.clone()
 
@@ -308,6 +308,10 @@ def test_one_call_equals_single_operations_bit_for_bit(
     fused, single = (Steps(config, dtype, LENGTHS, fused=fused, cache=cache) for fused in (True, False))
     for counts in STEPS:
         assert torch.equal(fused.run(counts), single.run(counts))
+        # As where a part of a prompt is computed beside others' last rows: the first sequence's logits are not wanted.
+        assert torch.equal(fused.run(counts, first=1), single.run(counts, first=1))
+    for mine, others in zip(fused.caches, single.caches, strict=True):
+        assert all(torch.equal(*(half.view(torch.uint8) for half in pair)) for pair in zip(mine, others, strict=True))
 
 
 @pytest.mark.parametrize("level", runnable_levels())
