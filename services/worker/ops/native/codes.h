@@ -36,6 +36,23 @@ template <Code code> BATON_INLINE U decode_halves(const uint8_t* codes, Bytes ze
     return low;
 }
 
+#if defined(BATON_BF16)
+// All at once, the same numbers: a bias of the exponent is added, or, to those that have none (subnormal ones), what makes them normal.
+alignas(64) constexpr uint16_t kInTurn[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+constexpr uint16_t kFp8Bias = 120 << 7;
+alignas(64) constexpr uint16_t kFp8Subnormal[32] = {  // the bf16 of n / 512, less n << 4
+    0, 0x3b00 - 0x10, 0x3b80 - 0x20, 0x3bc0 - 0x30, 0x3c00 - 0x40, 0x3c20 - 0x50, 0x3c40 - 0x60, 0x3c60 - 0x70};
+template <> BATON_INLINE U decode_halves<Code::kFp8>(const uint8_t* codes, Bytes) {
+    __m512i x = _mm512_permutexvar_epi16(_mm512_load_si512(kInTurn), _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)codes)));
+    __mmask32 subnormal = _mm512_testn_epi16_mask(x, _mm512_set1_epi16(0x78));
+    __m512i bias = _mm512_mask_permutexvar_epi16(_mm512_set1_epi16(kFp8Bias), subnormal, x, _mm512_load_si512(kFp8Subnormal));
+    __m512i bits = _mm512_and_si512(_mm512_slli_epi16(x, 4), _mm512_set1_epi16(int16_t(0x87f0)));
+    U r;
+    r.part[0] = (RegU)_mm512_add_epi16(bits, bias);
+    return r;
+}
+#endif
+
 BATON_INLINE Bytes zeros_at(const uint8_t* zeros, int column) { return zeros ? load_bytes(zeros + column * kLanes) : Bytes{} + 8; }
 
 // A step of codes as Kind multiplies it: a pair of inputs.
