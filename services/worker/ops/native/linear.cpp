@@ -241,7 +241,9 @@ template <class Kind, Code code> void run_coded_block(const Product& p, const Bl
         const uint8_t* codes = group + size_t(first * Kind::kItems / kCodeInputs) * pair_bytes;
         size_t at = (block.group * segments + (scaled ? first / scaled : 0)) * kGroupOutputs;
         Scales scaling{p.linear.scales + at, at_or_null(p.linear.zeros, at), scaled, at_or_null(p.linear.offsets, at)};
-        Steps steps{first, count, tiles, {nullptr, 0}};
+        // What is turned into numbers next comes from memory beside the products of what was.
+        constexpr int kLines = kChunk * Kind::kItems * kGroupColumns * code_bytes(code) / kCodeInputs / 64;
+        Steps steps{first, count, tiles, {(const char*)codes + size_t(count * Kind::kItems / kCodeInputs) * pair_bytes, kLines / tiles + 1}};
         if (tiles <= kReadingTiles<code>) {
             run_tiles<Kind>(p, block, steps, Coded<Kind, code>{codes, scaling.zeros}, scaling, kept);
             continue;
