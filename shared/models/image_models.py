@@ -38,6 +38,7 @@ MINICPM_V = "MiniCPMV4_6ForConditionalGeneration"
 LLAMA4 = "Llama4ForConditionalGeneration"
 GEMMA4 = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
 """With a tower, and without one (12B)."""
+GEMMA3N = "Gemma3nForConditionalGeneration"
 AYA_VISION = "AyaVisionForConditionalGeneration"
 COHERE2_VISION = "Cohere2VisionForConditionalGeneration"
 INTERNVL = "InternVLForConditionalGeneration"

@@ -159,6 +159,25 @@ def test_of_a_model_with_images_what_reads_text_is_served_and_the_rest_left_out(
 
 
 @pytest.mark.extras
+def test_texts_of_gemma_3n_need_nothing_of_its_towers(tmp_path: Path) -> None:
+    """As it is published, with tensors of towers that the library builds by timm, which is not here."""
+    model = library_model("Gemma3nText", tmp_path)
+    path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    text = json.loads(path.read_text())
+    whole = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text}
+    path.write_text(json.dumps(whole | {"dtype": text.pop("dtype"), "vision_config": {}, "audio_config": {}}))
+    tensors = {each.replace("model.", "model.language_model.", 1): value for each, value in load_file(file).items()}
+    save_file(
+        {**tensors, "model.vision_tower.timm_model.conv_stem.conv.weight": torch.zeros(3)}, file, {"format": "pt"}
+    )
+    with pytest.raises(
+        ModelError, match="images of Gemma3nForConditionalGeneration are not served; --language-model-o"
+    ):
+        tiny_backend(tmp_path)
+    check_mixed_batch(model, tiny_backend(tmp_path, ops="native", language_model_only=True))
+
+
+@pytest.mark.extras
 def test_a_configuration_of_two_classes_is_of_the_one_that_it_names(tmp_path: Path) -> None:
     """Emu3's, which the library reads as one of a model that writes text, too, whose tensors have other names."""
     tables = {"codebook_size": 16, "embed_dim": 16, "latent_channels": 16, "base_channels": 32, "hidden_size": 32}

@@ -29,7 +29,7 @@ from services.worker.models.hf_config import stop_tokens
 from services.worker.models.pooling.classification import SUFFIX, TOKEN_SUFFIX
 from shared.models.audio_models import WHISPER
 from shared.models.encoder_models import ALONE, ENCODER_DECODER_ARCHITECTURES, TRAINED_POSITIONS
-from shared.models.image_models import LIBRARY_IMAGE_ARCHITECTURES, SERVED_WITH_MEDIA, read_image_model
+from shared.models.image_models import GEMMA3N, LIBRARY_IMAGE_ARCHITECTURES, SERVED_WITH_MEDIA, read_image_model
 from shared.models.library_builds import BUILDING, first_line
 
 NO_INTERFACE = "{} does not take its attention from transformers' attention interface"
@@ -85,6 +85,8 @@ def library_config(
 
             check_step(folder)
             register_step()
+        if GEMMA3N in (config.architectures or ()):
+            config = _text_alone(config)
         _refuse_unsupported(config, codes=codes)
         if any(each.endswith((SUFFIX, TOKEN_SUFFIX)) for each in config.architectures or ()):
             config.tie_word_embeddings = True  # what is never asked for its logits needs no further table
@@ -114,6 +116,16 @@ def library_config(
         raise ModelError(f"{folder}: {type(model).__name__}: {error}") from None
     except AttributeError as error:
         raise ModelError(f"{folder}: the configuration does not say enough: {first_line(error)}") from None
+
+
+def _text_alone(config: Any) -> PretrainedConfig:
+    """Of a model whose whole the library builds with a package of somebody's towers alone (timm), what reads text."""
+    text: PretrainedConfig = config.get_text_config(decoder=True)
+    text.architectures, text.dtype = config.architectures, config.dtype or text.dtype
+    text.tie_word_embeddings = config.tie_word_embeddings
+    if (codes := getattr(config, "quantization_config", None)) is not None:
+        text.quantization_config = codes
+    return text
 
 
 def _described(folder: Path, config: PretrainedConfig, model: PreTrainedModel) -> LibraryConfig:
@@ -257,7 +269,8 @@ def refuse_unserved_images(folder: Path, config: PretrainedConfig) -> None:
     # A text model's file may have kept what another one said of a tower: a class of the library's names its own.
     foreign = not type(config).__module__.startswith("transformers.")
     seeing = [name for name in _SIGHT if getattr(config, name, None) is not None]
-    if any(foreign or name in config.sub_configs for name in seeing) or config.model_type in _SEE_WITHOUT_TOWERS:
+    sees = any(foreign or name in config.sub_configs for name in seeing) or config.model_type in _SEE_WITHOUT_TOWERS
+    if sees or GEMMA3N in named:
         of = next(iter(named), config.model_type)
         raise ModelError(f"{folder}: images of {of} are not served; --language-model-only serves it for texts")
 
