@@ -117,7 +117,7 @@ class EncoderActor(Actor):
         """Where the rows of an image are, or a future of that; a piece of rows."""
         if isinstance(request, ReadRows):
             return self._rows.piece(request)
-        if not (isinstance(self._tower, ImageTower) and self._tower.heeds_others):
+        if not (isinstance(self._tower, ImageTower) and self._tower.heeds_others(sound=request.sound)):
             request = replace(request, several=False)
         image, now = image_hash(request), time.monotonic()
         if request.written is None and (rows := self._rows.find(image)) is not None:

@@ -22,7 +22,11 @@ from shared.models.audio_models import SAMPLE_BYTES, read_audio_model
 FRAMES_OF_A_ROW = 2
 """Of a mel spectrogram: its encoder's second convolution takes every other one."""
 
-_EXTRACTORS = {"gemma4": "Gemma4AudioFeatureExtractor", "gemma4_unified": "Gemma4UnifiedAudioFeatureExtractor"}
+_EXTRACTORS = {
+    "gemma4": "Gemma4AudioFeatureExtractor",
+    "gemma4_unified": "Gemma4UnifiedAudioFeatureExtractor",
+    "phi4_multimodal": "Phi4MultimodalFeatureExtractor",
+}
 """By `model_type`, the library's classes of those that have one of their own."""
 
 
@@ -30,6 +34,8 @@ class Samples(Struct, frozen=True):
     """A window of a sound: float32, little-endian, of one channel and the model's rate."""
 
     samples: bytes
+    beside_images: bool = False
+    """Whether its chat has images, too."""
 
     @property
     def measures(self) -> dict[str, int]:
@@ -49,7 +55,7 @@ class SampleReader:
         count, rest = divmod(len(file), SAMPLE_BYTES)
         if rest or not 0 < count <= self._most:
             raise ImageRefused(f"{len(file)} bytes of samples are not allowed; {self._most} of {SAMPLE_BYTES} are")
-        return Samples(file)
+        return Samples(file, question.several)
 
     async def close(self) -> None:
         """Nothing is open."""

@@ -104,7 +104,8 @@ class MediaReader:
 
 
 class OmniTower(ImageTower):
-    """Owns the towers of Qwen-Omni or Gemma 4, and what prepares images and sounds for them. One thread at a time."""
+    """Owns the towers of Qwen-Omni, Gemma 4 or Phi-4 Multimodal, and what prepares images and sounds for them.
+    One thread at a time."""
 
     hears = True
 
@@ -122,13 +123,21 @@ class OmniTower(ImageTower):
         super().__init__(folder, dtype, max_pixels)
         check_a_sound(folder, self.encode, self._rate)
 
+    def heeds_others(self, *, sound: bool) -> bool:
+        """See `ImageTower.heeds_others`."""
+        return self._kind == "phi4_multimodal" if sound else super().heeds_others(sound=sound)
+
     @torch.inference_mode()
     def encode(self, given: DecodedImage | DecodedFrames | Samples) -> PromptEmbeds:
         """Of a sound, a row for each 40 ms (Qwen3-Omni: 80), which adds nothing behind the first layers. Raises
         TowerUnusable where rows are no numbers."""
         if not isinstance(given, Samples):
             return super().encode(given)
-        rows = self._heard(np.frombuffer(given.samples, np.dtype("<f4")))
+        samples = np.frombuffer(given.samples, np.dtype("<f4"))
+        if self._kind == "phi4_multimodal":
+            rows = self._heard_by_conformer(samples, beside_images=given.beside_images)
+        else:
+            rows = self._heard(samples)
         count, texts = len(rows), tuple[tuple[int, tuple[int, ...]], ...]()
         if self._around:
             begin, end = self._around
@@ -153,4 +162,15 @@ class OmniTower(ImageTower):
             own: Tensor = heard.pooler_output[heard.attention_mask]
             return own
         rows: Tensor = encode(features, feature_attention_mask=made.attention_mask).last_hidden_state
+        return rows
+
+    def _heard_by_conformer(self, samples: np.ndarray[Any, Any], *, beside_images: bool) -> Tensor:
+        """[rows, hidden] of Phi-4 Multimodal's, whose tower puts rows in place of tokens itself, and projects those of
+        a chat with images otherwise."""
+        made = self._extractor(samples, sampling_rate=self._rate, return_tensors="pt")
+        ids = torch.full((1, int(made.audio_embed_sizes)), self._model.config.audio_config.audio_token_id)
+        empty = torch.zeros(1, ids.shape[1], self.size, dtype=DTYPES[self.dtype])
+        how = "vision" if beside_images else "speech"
+        embed = self._model.embed_tokens_extend.audio_embed
+        rows: Tensor = embed(ids, empty, **made, audio_projection_mode=how)[0]
         return rows

@@ -30,13 +30,16 @@ DTYPES: dict[EmbeddingDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_LANGUAGE_MODELS = ("language_model.", "text_model.", "lm_head.")
+_LANGUAGE_MODELS = ("language_model.", "text_model.", "lm_head.", "embed_tokens.", "norm.")
 _LOADED_WHOLE = ("lighton_ocr",)
 """By `model_type`, those of which the library finds no tensors but with their head."""
 _COUNT_FRAMES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
 """By `model_type`, those whose bounds are of all frames that a patch is deep, though an image is the same in each."""
 _ONE_AXIS = ("lfm3_vl", "video_llama_3", "glm5_next", "minimax_m3_vl", "exaone4_5", "hyperclovax_vision_v2")
 """By `model_type`, those whose tokens of images have positions as those of texts, though their patches lie in grids."""
+_CAUSAL_WITHOUT_PADDING = "Phi4MultimodalVisionAttention"
+"""The library's attention of a tower that it calls causal: its kernels read that where no patch is white, and an image
+would have other rows alone than beside another one. Its own plain attention never does."""
 _SCALE = "_scale"
 """What the name of a tensor ends with, or nearly so, that belongs to quantised weights."""
 _log = logging.getLogger(__name__)
@@ -88,7 +91,7 @@ class ImageTower:
         levels = list(getattr(config.vision_config, "deepstack_visual_indexes", ()))
         if config.model_type == "granite4_vision":
             levels = [*config.deepstack_layer_map, *config.spatial_target_layers]
-        self.size: int = config.text_config.hidden_size * (1 + len(levels))
+        self.size: int = language_config(config).hidden_size * (1 + len(levels))
         """Elements of a row; of models that take some of them behind their first layers, those of all of these."""
         self._max_rows = MAX_MEDIA_BYTES // (self.size * EMBEDDING_BYTES[self.dtype])
         self._merged: int = getattr(self._processor, "merge_size", 1)
@@ -137,10 +140,9 @@ class ImageTower:
             encoded=self._beside,
         )
 
-    @property
-    def heeds_others(self) -> bool:
-        """Whether an image alone in a chat has other rows than one of several."""
-        return self._images.heeds_others
+    def heeds_others(self, *, sound: bool) -> bool:
+        """Whether an image, or a `sound`, has other rows where its chat has further images."""
+        return self._images.heeds_others and not sound
 
     def _prepared(self, pixels: np.ndarray[Any, Any], *, several: bool = False) -> PreparedImage:
         """pixels [height, width, 3]. Raises TowerUnusable where the processor makes nothing of them."""
@@ -164,6 +166,8 @@ class ImageTower:
         video see nothing of each other in these towers but the two that a patch has, so each two of them are as an
         image, and where a patch has one, each is a video."""
         prepared = image.inputs
+        if "image_pixel_values" in prepared:
+            return self._rows_of_crops(**prepared), None
         pixels = next(name for name in prepared if name.startswith("pixel_values"))
         for name in (pixels, "high_res_pixel_values", "pixel_values_local"):
             if name in prepared:
@@ -194,6 +198,13 @@ class ImageTower:
         states = self._model.vision_model(**prepared).last_hidden_state[0, 0]  # [most tiles, rows, levels]
         tiles = int(prepared["aspect_ratio_mask"].sum())
         rows: Tensor = self._model.multi_modal_projector(states[:tiles].flatten(0, 1))
+        return rows
+
+    def _rows_of_crops(self, num_img_tokens: Tensor, **prepared: Tensor) -> Tensor:
+        """[tokens, hidden] of Phi-4 Multimodal's, whose tower puts rows in place of tokens itself."""
+        ids = torch.full((1, int(num_img_tokens)), self._model.config.vision_config.image_token_id)
+        empty = torch.zeros(1, ids.shape[1], self.size, dtype=DTYPES[self.dtype])
+        rows: Tensor = self._model.embed_tokens_extend.image_embed(ids, empty, **prepared)[0]
         return rows
 
     def _among_marks(self, rows: Tensor, marks: Tensor, tokens: Tensor) -> Tensor:
@@ -267,6 +278,11 @@ def own_dtype(config: Any) -> EmbeddingDtype:
     return next((each for each in DTYPES if each == name), "float32")
 
 
+def language_config(config: Any) -> Any:
+    """What the library's configuration of a model says of its language model; of some it says that of the whole."""
+    return getattr(config, "text_config", None) or config
+
+
 def packed_rows(rows: Tensor, dtype: EmbeddingDtype, noun: str) -> bytes:
     """[tokens, size] as they are sent. `noun`: what they were made of. Raises TowerUnusable where they are no
     numbers."""
@@ -280,17 +296,21 @@ def load_tower(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     as published ones have them: nothing of the library's quantizers is needed. Raises TowerUnusable."""
     from transformers import AutoModel, AutoModelForImageTextToText
 
-    for part in (config, config.text_config):
+    text = language_config(config)
+    for part in (config, text):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    config.text_config.num_hidden_layers = 0
-    config.text_config.vocab_size = 1
-    config.text_config.pad_token_id = None
-    if hasattr(config.text_config, "layer_types"):
-        config.text_config.layer_types = []
+    text.num_hidden_layers = 0
+    text.vocab_size = 1
+    text.pad_token_id = None
+    if hasattr(text, "layer_types"):
+        text.layer_types = []
     models: Any = AutoModelForImageTextToText if config.model_type in _LOADED_WHOLE else AutoModel
     model = load_part(models, folder, config, dtype, _is_of_the_tower, "; --language-model-only serves it for texts")
     model = model.model if config.model_type in _LOADED_WHOLE else model
+    for module in model.modules():
+        if type(module).__name__ == _CAUSAL_WITHOUT_PADDING:
+            module.is_causal = False
     setattr(model, "text_model" if hasattr(model, "text_model") else "language_model", None)
     return model.eval()
 

@@ -70,7 +70,8 @@ class EncodeInput(Struct, frozen=True, array_like=True, tag="EncodeImage"):
     max_side: Annotated[int, Meta(ge=1)] | None = None
     """Pixels of the longer side of an image, to which a larger one is scaled down; None: it is taken as it is."""
     several: bool = False
-    """Whether its chat has further images: there are models that look at each of several less closely."""
+    """Whether its chat has further images: there are models that look at each of several less closely, and such as hear
+    a sound otherwise beside what they see."""
     sound: bool = False
     """Whether it is a sound, of a model that takes images, too."""
 

@@ -15,6 +15,7 @@ from shared.models.image_models import (
     GEMMA4,
     GLM_ASR,
     GRANITE_SPEECH,
+    PHI4_MULTIMODAL,
     QWEN2_5_OMNI,
     QWEN2_AUDIO,
     QWEN3_ASR,
@@ -64,12 +65,14 @@ _SIZES = {
     AUDIO_FLAMINGO3: 4096,
     GLM_ASR: 2048,
     GRANITE_SPEECH: 4096,
+    PHI4_MULTIMODAL: 3072,
 }
 """Elements of a row, as `transformers` has it where a configuration does not say."""
 _MAX_SECONDS: dict[str, int | None] = {
     VOXTRAL: None,
     QWEN3_ASR: None,
     GRANITE_SPEECH: None,
+    PHI4_MULTIMODAL: None,
     AUDIO_FLAMINGO3: 600,
     GLM_ASR: 655,
 }
@@ -143,6 +146,7 @@ class _RawSoundText(Struct):
 
 class _RawSoundModel(Struct):
     architectures: tuple[str, ...] = ()
+    hidden_size: int | None = None
     text_config: _RawSoundText = field(default_factory=_RawSoundText)
     audio_config: dict[str, Any] | None = None
 
@@ -186,7 +190,7 @@ def read_sound_model(folder: Path) -> SoundModel | None:
     features = known_processor(folder, "feature_extractor", _RawFeatures) or _RawFeatures()
     processor = known_json(folder / "processor_config.json", _RawSoundProcessor) or _RawSoundProcessor()
     size, most = (
-        raw.text_config.hidden_size or _SIZES[named],
+        (raw.hidden_size if named == PHI4_MULTIMODAL else raw.text_config.hidden_size) or _SIZES[named],
         MAX_IMAGE_BYTES // (SAMPLE_BYTES * features.sampling_rate),
     )
     longest, window_s = features.chunk_length, min(features.chunk_length, most)

@@ -41,6 +41,7 @@ GEMMA4 = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGenerati
 GEMMA3N = "Gemma3nForConditionalGeneration"
 AYA_VISION = "AyaVisionForConditionalGeneration"
 COHERE2_VISION = "Cohere2VisionForConditionalGeneration"
+PHI4_MULTIMODAL = "Phi4MultimodalForCausalLM"
 INTERNVL = "InternVLForConditionalGeneration"
 TILED = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", INTERNVL)
 """Those that cut an image into tiles, each of which the tower sees alone."""
@@ -115,7 +116,7 @@ NESTING_ARCHITECTURES = (*IMAGE_ARCHITECTURES, MLLAMA)
 """Those whose configuration has that of a language model in it which Baton's own code computes; of the last one where
 it is served for texts alone."""
 LIBRARY_IMAGE_ARCHITECTURES = (
-    *(LLAMA4, *GEMMA4, AYA_VISION, COHERE2_VISION, ARIA, EXAONE_4_5, HYPERCLOVAX_V2, MLLAMA),
+    *(LLAMA4, *GEMMA4, AYA_VISION, COHERE2_VISION, ARIA, EXAONE_4_5, HYPERCLOVAX_V2, PHI4_MULTIMODAL, MLLAMA),
 )
 """The same of those whose language model `transformers` computes; of the last one where it is served with images."""
 
@@ -196,6 +197,7 @@ class _RawImageModel(Struct):
     media_placeholder_token_id: int | None = None
     audio_token_index: int | None = None
     audio_token_id: int | None = None
+    vision_config: dict[str, Any] | None = None
     audio_config: dict[str, Any] | None = None
     text_config: _RawLanguageModel = field(default_factory=_RawLanguageModel)
 
@@ -291,6 +293,10 @@ def read_image_model(folder: Path) -> ImageModel | None:
             by_library=True,
             sound=None if raw.audio_config is None else raw.audio_token_id or 258_881,
         )
+    if PHI4_MULTIMODAL in raw.architectures:
+        seen = (raw.vision_config or {}).get("image_token_id", 200_010)
+        heard = (raw.audio_config or {}).get("audio_token_id", 200_011)
+        return ImageModel(seen, by_library=True, sound=heard) if _is_size(seen) and _is_size(heard) else None
     if MLLAMA in raw.architectures:
         return ImageModel(128_256 if token is None else token, by_library=True, beside=True)
     if AYA_VISION in raw.architectures:

@@ -80,14 +80,14 @@ class ImageRowsClient:
         """An error is returned, so that which of several is raised depends on no clock."""
 
         async def encode(source: MediaSource, file: bytes, frames: FrameGroup | None) -> PromptEmbeds:
-            model, several = generation.model.name, source.kind == IMAGE and _images(generation) > 1
+            model, others = generation.model.name, _images(generation) - (source.kind == IMAGE)
             question = EncodeInput(
                 file,
                 generation.cache_salt,
                 turn,
                 frames,
                 max_side=source.max_side,
-                several=several,
+                several=source.kind != VIDEO and others > 0,
                 sound=source.kind == SOUND,
             )
             rows = await self.encoded(source.field, question, model)

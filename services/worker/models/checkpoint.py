@@ -313,7 +313,8 @@ def checkpoint_files(model_dir: Path) -> list[Path]:
 
 
 _BESIDE = re.compile(
-    r"(?:^|\.)(?:visual\w*|vision_\w+|audio_tower|multi_modal_projector|mm_projector|aligner|mtp\w*|talker|token2wav)\."
+    r"(?:^|\.)(?:visual\w*|vision_\w+|audio_tower|embed_tokens_extend|multi_modal_projector|mm_projector|aligner|mtp\w*"
+    r"|talker|token2wav)\."
     r"|^(?:model\.)?(?:projector\.|encoder\.layers\.\d+\.(?:conv|ff[12]|attn\.(?:to_|rel_pos)))"  # Granite Speech's
 )
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

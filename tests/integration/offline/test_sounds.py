@@ -17,6 +17,7 @@ from tests.support.models.sounds import in_sixteen_bits, sweep, wav
 from tests.support.models.tiny_gemma4 import Gemma4Kind, inputs_of_chat, make_gemma4_model
 from tests.support.models.tiny_hearing import HEARING, make_hearing_model, sound_url_part
 from tests.support.models.tiny_images import image_part, logits_behind, picture, text_part
+from tests.support.models.tiny_phi4 import make_phi_model
 from tests.support.models.tiny_qwen_audio import WINDOW_S, SoundChatModel, make_sound_model, sound_part
 
 LANGUAGES = ("voxtral", "qwen3-asr")
@@ -105,6 +106,25 @@ def test_gemma4_hears_beside_images_what_the_library_hears(kind: Gemma4Kind, see
         assert len(said) == len(chats), "what is heard changes words"
         with pytest.raises(InvalidRequest, match=r"input_audio.data: the file is no sound, or broken"):
             llm.chat([{"role": "user", "content": [sound_part(b"no sound at all"), image_part(image)]}], GREEDY)
+
+
+def test_phi_hears_beside_images_what_the_library_hears(tmp_path: Path) -> None:
+    """The same sound without an image and beside one, which has other rows then; two of them, and texts alone."""
+    model, sound, image = make_phi_model(tmp_path), sweep(0, 0.9), picture(0, (60, 40))
+    heard = in_sixteen_bits(sound)
+    chats: list[tuple[Any, list[bytes], list[Any]]] = [
+        ([text_part("What is it?"), sound_part(wav(sound))], [], [heard]),
+        ([text_part("What is it?"), sound_part(wav(sound)), image_part(image)], [image], [heard]),
+        ([sound_part(wav(sound)), text_part("or"), sound_part(wav(sound))], [], [heard, heard]),
+        ([text_part("Only a question.")], [], []),
+    ]
+    with LLM(str(tmp_path), progress=False, max_batch_tokens=80, max_num_seqs=4, max_model_len=1024) as llm:
+        messages = [[{"role": "user", "content": parts}] for parts, _, _ in chats]
+        for output, chat, (_, images, sounds) in zip(llm.chat(messages, GREEDY), messages, chats, strict=True):
+            inputs = model.inputs_of_chat(chat, images, sounds)
+            assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
+            tokens = output.outputs[0].token_ids
+            assert tokens == logits_behind(model.reference, inputs, tokens).argmax(-1).tolist()
 
 
 def _a_line_of_a_batch_has_a_sound(folder: Path, model: SoundChatModel) -> None:

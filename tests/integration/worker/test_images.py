@@ -38,6 +38,7 @@ from tests.support.models.tiny_images import ImageModel, make_image_model, pictu
 from tests.support.models.tiny_llama4 import make_llama4_model
 from tests.support.models.tiny_models import TinyModel, make_model
 from tests.support.models.tiny_onevision import make_onevision_model
+from tests.support.models.tiny_phi4 import make_phi_model
 from tests.support.models.tiny_pixtral import PixtralKind
 from tests.support.models.tiny_qwen_vl import make_qwen_model
 from tests.support.models.tiny_tiles import TileKind, make_written_model
@@ -250,6 +251,26 @@ def test_images_before_a_language_model_that_the_library_computes(
     check_logits(model, ImageChat("What is ", picture(0, (150, 40)), " here?"), monkeypatch)
 
 
+@pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "LoRA")
+def test_images_of_phi_with_its_adapter_and_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above; and an adapter of its language model, as the files beside it are, in one batch of the same image."""
+    model = make_phi_model(tmp_path / "model")
+    check_written_images(model, "native", budget=96)
+    chat, count = ImageChat("What is ", picture(0, (150, 40)), " here?"), 12
+    check_logits(model, chat, monkeypatch)
+    modules = ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")  # a conformer's have the last parts' names
+    adapted = write_adapter(TinyModel("phi", model.path, model.reference), tmp_path / "vision", modules=modules)
+    loras = LoraSettings(((ModelName("vision"), tmp_path / "vision"),), 1, 8)
+    backend = tiny_backend(model.path, dtype="float32", loras=loras)
+    driver, (card,) = Driver(backend, budget=96), backend.card.loras
+    ids, embeds = chat.prompt(model)
+    sequences = [driver.add(ids, count, prompt_embeds=embeds, lora=lora) for lora in (None, card.id)]
+    driver.run()
+    plain, seen = chat.expected(model, count), chat.expected(model._replace(reference=adapted.reference), count)
+    assert [each.output for each in sequences] == [plain, seen]
+    assert plain != seen
+
+
 def test_who_computes_a_language_model_decides_whether_it_has_images(tmp_path: Path) -> None:
     """Those of a native one are not for `transformers`, which may turn what follows them otherwise; and a client's rows
     are not for a model that reads more of a token than its embedding."""
@@ -295,9 +316,9 @@ def test_text_among_the_rows_of_an_image_is_read_as_in_the_library(
     check_written_images(make_written_model(tmp_path, kind), ops)
 
 
-def check_written_images(model: ImageModel, ops: OpsName, shared: int = 48) -> None:
+def check_written_images(model: ImageModel, ops: OpsName, shared: int = 48, budget: int = 11) -> None:
     """Greedy text of one image and of several is the library's, in each situation. `shared`: tokens of the second chat
-    that are computed when it comes again."""
+    that are computed when it comes again; `budget`: of a step."""
     try:
         backend = tiny_backend(model.path, ops=ops, speculation=NGRAM)
     except OpsUnavailable as reason:
@@ -308,7 +329,7 @@ def check_written_images(model: ImageModel, ops: OpsName, shared: int = 48) -> N
         ImageChat("No image at all, only a question."),
     ]
     count = 20
-    driver = Driver(backend, budget=11, speculate=2)
+    driver = Driver(backend, budget=budget, speculate=2)
     sequences = [chat.add_to(driver, model, count) for chat in chats]
     for steps in (3, 8):
         for _ in range(steps):

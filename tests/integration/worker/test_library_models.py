@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Emu3Config, Emu3ForConditionalGen
 from services.worker.distributed.communicator import SingleStage
 from services.worker.models.config import ModelError
 from services.worker.models.fallback.library_config import leave_out_towers
-from services.worker.models.fallback.pipeline_stage import class_of_stage, strip_to_stage
+from services.worker.models.fallback.pipeline_stage import PassOfStage, class_of_stage, strip_to_stage
 from services.worker.models.sharding import PipelineStage
 from services.worker.ops.interface import OpsName
 from services.worker.speculation.settings import SpeculationSettings
@@ -324,6 +324,15 @@ def test_a_stage_leaves_out_what_sees_and_refuses_other_positions(tmp_path: Path
     model.forward = further_apart
     with pytest.raises(ModelError, match="LlavaNextVideoForConditionalGeneration counts positions otherwise than from"):
         leave_out_towers(model, model.config, passing)
+
+
+def test_what_a_text_passes_keeps_no_towers(tmp_path: Path) -> None:
+    model: Any = library_model("Phi4Multimodal", tmp_path).reference
+    assert any("embed_tokens_extend" in name for name, _ in model.named_parameters())
+    leave_out_towers(model, model.config, PassOfStage())
+    left = [name for name, _ in model.named_parameters()]
+    assert left
+    assert not [name for name in left if "embed_tokens_extend" in name]
 
 
 @pytest.mark.parametrize("what", ["its token", "the layer before"])

@@ -318,7 +318,7 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Of checkpoints with images, by the same names: what is said of the part that reads text."""
-FOR_TEXTS_ALONE = (*LANGUAGE_MODELS, "Phi4Multimodal")
+FOR_TEXTS_ALONE = tuple(LANGUAGE_MODELS)
 """Those that see, and whose images are not served: they start with `language_model_only`."""
 
 NESTED: dict[str, dict[str, Any]] = {

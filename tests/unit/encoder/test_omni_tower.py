@@ -13,6 +13,7 @@ from services.encoder.sound_tower import OmniTower
 from services.encoder.tower import TowerUnusable
 from tests.support.models.sounds import sweep
 from tests.support.models.tiny_omni import make_omni_model
+from tests.support.models.tiny_phi4 import make_phi_model
 from tests.support.models.tiny_qwen_audio import WINDOW_S
 
 
@@ -29,6 +30,20 @@ def test_rows_of_sounds_are_the_librarys(kind: str, tmp_path: Path) -> None:
         assert own.std() > 0.1, "rows this flat would agree with anything"
         assert not deep.any(), "a sound adds nothing behind the first layers"
         assert (made.count, made.runs) == (len(expected), ((0, len(expected)),))
+
+
+def test_rows_of_sounds_of_phi_are_the_librarys(tmp_path: Path) -> None:
+    """Which projects those of a chat with images by other weights; one longer than its positions is cut in two."""
+    model = make_phi_model(tmp_path)
+    tower = OmniTower(tmp_path)
+    for number, seconds in enumerate((0.1, 0.73, 41.3)):
+        sound, made = sweep(number, seconds), list[torch.Tensor]()
+        for beside in (False, True):
+            found = tower.encode(Samples(sound.astype("<f4").tobytes(), beside))
+            made.append(torch.frombuffer(bytearray(found.rows), dtype=torch.float32).view(-1, found.size))
+            torch.testing.assert_close(made[-1], model.rows_of_sound(sound, beside_images=beside))
+            assert found.runs == ((0, len(made[-1])),)
+        assert (made[0] - made[1]).abs().mean() > 0.1, "projections this alike would agree with each other"
 
 
 def test_what_prepares_sounds_for_another_tower_is_refused_at_start(tmp_path: Path) -> None:

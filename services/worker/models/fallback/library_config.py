@@ -49,6 +49,8 @@ _TOWERS = (
 )
 """What a configuration has of them."""
 _SIGHT = ("vision_config", "vision_encoder_config", "vq_config")
+_BEHIND_EMBEDDING = "embed_tokens_extend"
+"""The part of Phi-4 Multimodal that has its towers, and that a text passes, too."""
 _SEE_WITHOUT_TOWERS = ("fuyu",)
 """By `model_type`."""
 _ROUNDED = 2**-5
@@ -247,7 +249,7 @@ def leave_out_towers(model: nn.Module, config: PretrainedConfig, passing: PassOf
             handle.remove()
     if not torch.allclose(given, own, rtol=_ROUNDED, atol=_ROUNDED * float(own.std())):
         raise ModelError(f"{type(model).__name__} counts positions otherwise than from 0, which is not supported")
-    for parent in {model, owner.base_model}:
+    for parent in {model, owner.base_model, getattr(owner.base_model, _BEHIND_EMBEDDING, model)}:
         for name, child in parent.named_children():
             if not any(each in seen for each in child.modules()):
                 setattr(parent, name, nn.Module())
