@@ -29,6 +29,7 @@ from services.bench.statistics import (
     Metric,
     RequestOutcome,
     cache_figures,
+    is_cached,
     percent_name,
     spread_names,
     summary,
@@ -71,6 +72,8 @@ async def main(argv: Sequence[str]) -> int:
     result = _result(options, api, run, shares)
     status = finish(options, result, serve_lines(result, options.percentiles), run, shares)
     _compare_lengths(work.measured, run)
+    if options.dataset == "random" and (warning := found_cached(run.completed)):
+        print(warning, file=sys.stderr)
     return status
 
 
@@ -150,6 +153,17 @@ def _compare_lengths(prompts: Sequence[BenchRequest], run: BenchResult) -> None:
     if shorter:
         text = f"bench: {shorter} of {len(pairs)} answers ended early; --ignore-eos gives every answer its full length"
         print(text, file=sys.stderr)
+
+
+def found_cached(completed: Sequence[RequestOutcome]) -> str | None:
+    """A warning where random prompts, of which no two are alike, were in the server's prefix cache: the figures are
+    of a server that has not computed them."""
+    if not (cached := sum(map(is_cached, completed))):
+        return None
+    return (
+        f"bench: half or more of the prompt was cached for {cached} of {len(completed)} requests, as behind another "
+        "run with the same --seed; another --seed draws other prompts"
+    )
 
 
 def serve_lines(result: Mapping[str, Any], percents: Sequence[float]) -> list[str]:

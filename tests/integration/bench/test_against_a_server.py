@@ -184,10 +184,16 @@ def test_a_local_tokenizer_is_enough(server: FakeOpenAI, tmp_path: Path) -> None
     assert [len(local.encode(body["prompt"]).ids) for body in server.bodies[3:]] == [12] * 3
 
 
-def test_the_same_seed_asks_the_same(server: FakeOpenAI, tmp_path: Path) -> None:
+def test_the_same_seed_asks_the_same_and_says_so_where_that_was_cached(
+    server: FakeOpenAI, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.prefix_cache = True
+    said = []
     for _ in range(2):
         bench("serve", server, "--num-prompts 4 --output-len 2 --max-concurrency 1", file=tmp_path / "r")
+        said.append(capsys.readouterr().err)
     assert server.bodies[:5] == server.bodies[5:]
+    assert [("cached for 4 of 4 requests" in each) for each in said] == [False, True]
 
 
 def test_failures_are_counted_explained_and_end_in_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from services.bench.client.processor_time import (
 )
 from services.bench.interference_figures import Window, all_streaming_at, interference_figures, token_gaps
 from services.bench.report import share_lines
-from services.bench.serve import serve_lines
+from services.bench.serve import found_cached, serve_lines
 from services.bench.statistics import (
     BenchResult,
     RequestOutcome,
@@ -188,6 +188,14 @@ def test_the_table_tells_of_the_cache_where_the_server_does() -> None:
     untold = serve_lines(summary(BenchResult([told(9, None, 1.0)], 2.0, 1, 0.1), [90], {}), [90])
     assert not any("Prefix cache" in line for line in untold)
     assert any("Prefix cache" in line for line in table)
+
+
+def test_random_prompts_that_were_cached_are_named() -> None:
+    assert found_cached([told(100, 49, 0.1), told(100, None, 0.1)]) is None
+    warning = found_cached([told(100, 96, 0.1), told(100, 0, 0.4), told(100, 50, 0.2)])
+    assert warning is not None
+    assert "for 2 of 3 requests" in warning
+    assert "--seed" in warning
 
 
 def test_pids_are_named() -> None:
