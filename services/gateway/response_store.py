@@ -16,8 +16,16 @@ from services.gateway.api.errors import RequestError, abbreviated, invalid
 from services.gateway.api.responses.item_references import MAX_REFERENCED, response_of, unknown_item
 from services.gateway.api.responses.written_items import joined, written_items
 from services.gateway.conversations.conversation_store import ConversationLimits, ConversationStore
-from services.gateway.database.oldest_first import OldestFirst, RecordLimits
-from services.gateway.database.records import CHUNK_BYTES, Database, DatabaseUnavailable, Hold, Record, RecordUnknown
+from services.gateway.database.oldest_first import OldestFirst
+from services.gateway.database.records import (
+    CHUNK_BYTES,
+    Database,
+    DatabaseUnavailable,
+    Hold,
+    Record,
+    RecordLimits,
+    RecordUnknown,
+)
 
 log = logging.getLogger(__name__)
 

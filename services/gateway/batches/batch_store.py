@@ -12,7 +12,7 @@ import msgspec
 from services.gateway.api.batches.batch import BatchFields, BatchState
 from services.gateway.api.errors import RequestError, not_allowed
 from services.gateway.batches.file_store import FileObject, FileStore
-from services.gateway.database.records import Database, Record, RecordUnknown
+from services.gateway.database.records import Database, Record, RecordLimits, RecordUnknown
 
 BATCHES = "batch"
 PAGE = 200
@@ -55,10 +55,6 @@ class BatchStore:
             raise not_allowed("input_file_id", fields.input_file_id, "the id of one of the files is expected") from None
         if file.file.purpose != "batch":
             raise not_allowed("input_file_id", fields.input_file_id, "the file must have the purpose batch")
-        usage = await self._database.usage(BATCHES, owner)
-        if usage.records >= self._max_batches:
-            text = f"{usage.records} batches are kept for this key, which is the limit; they go with time"
-            raise RequestError(429, text, code="too_many_batches")
         now = self._clock()
         expires = fields.output_expires_after
         state = BatchState(
@@ -79,7 +75,10 @@ class BatchStore:
             value=msgspec.json.encode(state),
             due=now,
         )
-        await self._database.insert(record)
+        usage = await self._database.insert_within(record, RecordLimits(self._max_batches))
+        if usage is not None:
+            text = f"{usage.records} batches are kept for this key, which is the limit; they go with time"
+            raise RequestError(429, text, code="too_many_batches")
         return BatchObject(record, state)
 
     async def get(self, owner: str, id: str) -> BatchObject:

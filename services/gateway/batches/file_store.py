@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from services.gateway.api.batches.files import ExpiresAfter, FilePurpose
 from services.gateway.api.errors import RequestError, not_allowed
-from services.gateway.database.records import CHUNK_BYTES, Database, Record, RecordUnknown
+from services.gateway.database.records import CHUNK_BYTES, Database, Record, RecordLimits, RecordUnknown
 
 FILES = "file"
 RESULTS = "batch-results"
@@ -132,13 +132,6 @@ class FileStore:
 
     async def create(self, owner: str, filename: str, size: int) -> FileWriter:
         """Makes room for a file of about `size` bytes. Raises RequestError where the key has too many, or too much."""
-        usage = await self._database.usage(FILES, owner)
-        if usage.records >= self.limits.max_files:
-            text = f"file: {usage.records} files are kept for this key, which is the limit; delete some"
-            raise RequestError(400, text, param="file", code="too_many_files")
-        if usage.size + size > self.limits.max_stored:
-            text = f"file: {usage.size} bytes are kept for this key, of {self.limits.max_stored}; delete some files"
-            raise RequestError(400, text, param="file", code="storage_exceeded")
         now = self._clock()
         file = StoredFile(filename, "batch", uploading=True)
         record = Record(
@@ -150,7 +143,14 @@ class FileStore:
             value=msgspec.json.encode(file),
             size=size,
         )
-        await self._database.insert(record)
+        limits = RecordLimits(self.limits.max_files, self.limits.max_stored)
+        usage = await self._database.insert_within(record, limits)
+        if usage is not None and usage.records >= limits.records:
+            text = f"file: {usage.records} files are kept for this key, which is the limit; delete some"
+            raise RequestError(400, text, param="file", code="too_many_files")
+        if usage is not None:
+            text = f"file: {usage.size} bytes are kept for this key, of {limits.size}; delete some files"
+            raise RequestError(400, text, param="file", code="storage_exceeded")
         return FileWriter(self._database, record, self.limits)
 
     async def get(self, owner: str, id: str) -> FileObject:

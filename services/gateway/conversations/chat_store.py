@@ -18,8 +18,16 @@ from msgspec.structs import replace
 
 from services.gateway.api.errors import RequestError, abbreviated, not_allowed
 from services.gateway.api.fields.stored_chat import ChatToStore
-from services.gateway.database.oldest_first import OldestFirst, RecordLimits
-from services.gateway.database.records import CHUNK_BYTES, READ_BYTES, Database, Hold, Record, RecordUnknown
+from services.gateway.database.oldest_first import OldestFirst
+from services.gateway.database.records import (
+    CHUNK_BYTES,
+    READ_BYTES,
+    Database,
+    Hold,
+    Record,
+    RecordLimits,
+    RecordUnknown,
+)
 
 CHATS = "chat"
 SIZES = 2**20

@@ -25,7 +25,7 @@ from services.gateway.api.responses.conversation import conversation_object
 from services.gateway.api.responses.input_items import Item
 from services.gateway.api.responses.written_items import WrittenItem, written_items
 from services.gateway.database.oldest_first import Additions
-from services.gateway.database.records import CHUNK_BYTES, Database, Record, RecordUnknown
+from services.gateway.database.records import CHUNK_BYTES, Database, Record, RecordLimits, RecordUnknown
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +87,6 @@ class ConversationStore:
 
     async def create(self, owner: str, items: list[Item], metadata: dict[str, str]) -> ConversationObject:
         """A new conversation. Raises RequestError 400 where the key has too many, or too much."""
-        usage = await self._database.usage(CONVERSATIONS, owner)
-        if usage.records >= self._limits.conversations:
-            text = f"{usage.records} conversations are kept for this key, which is the limit; delete some"
-            raise RequestError(400, text, code="too_many_conversations")
-        self._check_size(usage.size)
         now = self._clock()
         record = Record(
             kind=CONVERSATIONS,
@@ -101,7 +96,13 @@ class ConversationStore:
             expires=now + self._limits.seconds,
             value=msgspec.json.encode(StoredConversation(metadata=metadata)),
         )
-        await self._database.insert(record)
+        limits = RecordLimits(self._limits.conversations, self._limits.size - 1)  # one byte at least is to be added
+        usage = await self._database.insert_within(record, limits)
+        if usage is not None and usage.records >= limits.records:
+            text = f"{usage.records} conversations are kept for this key, which is the limit; delete some"
+            raise RequestError(400, text, code="too_many_conversations")
+        if usage is not None:
+            raise self._too_much(usage.size)
         if items:
             await self.add(record.id, owner, items)
         return await self.get(record.id, owner)
@@ -209,8 +210,11 @@ class ConversationStore:
 
     def _check_size(self, size: int) -> None:
         if size >= self._limits.size:
-            text = f"{size} bytes of conversations are kept for this key, of {self._limits.size}; delete some"
-            raise RequestError(400, text, code="storage_exceeded")
+            raise self._too_much(size)
+
+    def _too_much(self, size: int) -> RequestError:
+        text = f"{size} bytes of conversations are kept for this key, of {self._limits.size}; delete some"
+        return RequestError(400, text, code="storage_exceeded")
 
 
 def _check_bounds(items: int, size: int) -> None:

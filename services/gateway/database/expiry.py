@@ -7,13 +7,14 @@ import logging
 import time
 from collections.abc import Callable
 
-from services.gateway.database.records import MAX_EXPIRED, Database, DatabaseUnavailable
+from services.gateway.database.records import Database, DatabaseUnavailable
 
 log = logging.getLogger(__name__)
 
 REST = 60.0
 """Seconds between two rounds."""
-
+SHRINK_REST = 0.05
+"""Seconds between two pieces of the disk that are given back: others write meanwhile."""
 
 JUMP_SECONDS = 60.0
 """That the clock may gain between two rounds."""
@@ -56,7 +57,9 @@ async def remove_expired(database: Database) -> None:
         if database.untouched:
             continue
         try:
-            while await database.delete_expired(now) == MAX_EXPIRED:
+            while await database.delete_expired(now):
                 pass
+            while await database.shrink():
+                await asyncio.sleep(SHRINK_REST)
         except DatabaseUnavailable as error:
             log.warning("expired records stay", extra={"error": str(error)})

@@ -24,8 +24,10 @@ READ_BYTES = 2**20
 MAX_READ_CHUNKS = 1024
 MAX_LISTED = 1000
 """Records of a page at most."""
-MAX_EXPIRED = 100
-"""Expired records that one `delete_expired` removes."""
+MAX_REMOVED = 100
+"""Records that one `delete_expired`, or `delete_oldest`, removes."""
+REMOVED_BYTES = 64 * 2**20
+"""Bytes of contents that one of them removes where it locks others out meanwhile, but for one record alone."""
 
 Hold = Callable[[int], Awaitable[None]]
 """Waits for room for so many bytes that are to be read; raises RequestError."""
@@ -72,6 +74,22 @@ class Usage(NamedTuple):
     size: int
     """Bytes of their contents together."""
 
+    def with_one(self, size: int) -> Usage:
+        """Returns this and one more record, of so many bytes."""
+        return Usage(self.records + 1, self.size + size)
+
+
+class RecordLimits(NamedTuple):
+    """What one owner may have of one kind."""
+
+    records: int
+    size: int = 2**62
+    """Bytes; more than there can be where only the number is bounded."""
+
+    def hold(self, usage: Usage) -> bool:
+        """Returns whether an owner may have so much."""
+        return usage.records <= self.records and usage.size <= self.size
+
 
 class Database(ABC):
     """Every operation is one transaction, ends within a few seconds, leaves the event loop free, and raises
@@ -89,6 +107,11 @@ class Database(ABC):
     @abstractmethod
     async def insert(self, record: Record) -> bool:
         """Adds a record; False where there is one of this kind and id already."""
+
+    @abstractmethod
+    async def insert_within(self, record: Record, limits: RecordLimits) -> Usage | None:
+        """Adds a record, whose id must be new, unless its owner would have more of its kind than the limits then: what
+        the owner has is returned in this case. Of those that are added at once none passes the limits."""
 
     @abstractmethod
     async def get(self, kind: str, id: str) -> Record | None:
@@ -141,7 +164,17 @@ class Database(ABC):
 
     @abstractmethod
     async def delete_expired(self, now: float) -> int:
-        """Removes up to `MAX_EXPIRED` records that have expired by then, with their contents; how many."""
+        """Removes some of the records that have expired by then, with their contents; how many: 0 when none is left."""
+
+    @abstractmethod
+    async def delete_oldest(self, kind: str, owner: str, limits: RecordLimits) -> int:
+        """Removes the owner's oldest records of a kind, but none with a `due` time, until the limits hold, or
+        some of them, with their contents; how many: 0 when nothing is left to do. Of those that do so at once, each
+        removes what is still too much."""
+
+    async def shrink(self) -> bool:
+        """Gives some of the disk that nothing uses any more back to the system; whether there is more of it."""
+        return False
 
     @abstractmethod
     async def close(self) -> None:

@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 from services.gateway.database.records import (
-    MAX_EXPIRED,
     MAX_LISTED,
     MAX_READ_CHUNKS,
+    MAX_REMOVED,
     READ_BYTES,
     Database,
     DatabaseUnavailable,
     Record,
+    RecordLimits,
     RecordUnknown,
     Usage,
 )
@@ -42,17 +43,20 @@ local function written(fields, due, expires)
   order(KEYS[4], KEYS[1], expires)
 end
 """
-_INSERT = (
+_INSERT_FROM = (
     _WRITE
     + """
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
-local fields = {}
-for i = 5, #ARGV do fields[#fields + 1] = ARGV[i] end
-redis.call('ZADD', KEYS[3], ARGV[4], ARGV[3])
-written(fields, ARGV[1], ARGV[2])
-return 1
+local function insert(first)
+  if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+  local fields = {}
+  for i = first + 4, #ARGV do fields[#fields + 1] = ARGV[i] end
+  redis.call('ZADD', KEYS[3], ARGV[first + 3], ARGV[first + 2])
+  written(fields, ARGV[first], ARGV[first + 1])
+  return 1
+end
 """
 )
+_INSERT = _INSERT_FROM + "return insert(1)"
 _REPLACE = (
     _WRITE
     + """
@@ -63,16 +67,72 @@ written(fields, ARGV[1], ARGV[2])
 return 1
 """
 )
-_DELETE = """
-local expires = redis.call('HGET', KEYS[1], 'expires')
-if not expires then return 0 end
-if ARGV[2] ~= '' and (expires == '' or tonumber(expires) > tonumber(ARGV[2])) then return 0 end
-redis.call('UNLINK', KEYS[1], KEYS[5], KEYS[6])
-redis.call('ZREM', KEYS[2], ARGV[1])
-redis.call('ZREM', KEYS[3], ARGV[1])
-redis.call('ZREM', KEYS[4], KEYS[1])
-return 1
+# What a record has, by its kind, id and owner.
+_REMOVE = f"""
+local function remove(kind, id, owner)
+  local record = '{_PREFIX}:record:' .. kind .. ':' .. id
+  if redis.call('UNLINK', record) == 0 then return 0 end
+  redis.call('UNLINK', '{_PREFIX}:chunks:' .. kind .. ':' .. id, '{_PREFIX}:positions:' .. kind .. ':' .. id)
+  redis.call('ZREM', '{_PREFIX}:due:' .. kind, id)
+  redis.call('ZREM', '{_PREFIX}:list:' .. kind .. ':' .. owner, id)
+  redis.call('ZREM', '{_PREFIX}:ends', record)
+  return 1
+end
 """
+# ARGV: kind, id, owner.
+_DELETE = _REMOVE + "return remove(ARGV[1], ARGV[2], ARGV[3])"
+# KEYS: all ends. ARGV: the time, how many at most.
+_DELETE_EXPIRED = (
+    _REMOVE
+    + """
+local ended = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', ARGV[1], 'LIMIT', 0, ARGV[2])
+for _, key in ipairs(ended) do
+  local names = redis.call('HMGET', key, 'kind', 'id', 'owner')
+  if names[1] then remove(names[1], names[2], names[3]) else redis.call('ZREM', KEYS[1], key) end
+end
+return #ended
+"""
+)
+# The ids of what an owner has, the oldest first, and the bytes of all.
+_USAGE = f"""
+local function usage(kind, owner)
+  local ids = redis.call('ZRANGE', '{_PREFIX}:list:' .. kind .. ':' .. owner, 0, -1)
+  local total = 0
+  for _, id in ipairs(ids) do
+    total = total + tonumber(redis.call('HGET', '{_PREFIX}:record:' .. kind .. ':' .. id, 'size') or 0)
+  end
+  return ids, total
+end
+"""
+# ARGV: kind, owner, how many records may be there, how many bytes, how many bytes this one has; then those of _INSERT.
+_INSERT_WITHIN = (
+    _INSERT_FROM
+    + _USAGE
+    + """
+local ids, total = usage(ARGV[1], ARGV[2])
+if #ids + 1 > tonumber(ARGV[3]) or total + tonumber(ARGV[5]) > tonumber(ARGV[4]) then return {#ids, total} end
+insert(6)
+return {}
+"""
+)
+# ARGV: kind, owner, how many records may be there, how many bytes, how many are removed at most.
+_DELETE_OLDEST = (
+    _REMOVE
+    + _USAGE
+    + f"""
+local ids, total = usage(ARGV[1], ARGV[2])
+local left, removed = #ids, 0
+for _, id in ipairs(ids) do
+  if removed == tonumber(ARGV[5]) or (left <= tonumber(ARGV[3]) and total <= tonumber(ARGV[4])) then break end
+  local found = redis.call('HMGET', '{_PREFIX}:record:' .. ARGV[1] .. ':' .. id, 'due', 'size')
+  if found[1] == '' then
+    removed = removed + remove(ARGV[1], id, ARGV[2])
+    left, total = left - 1, total - tonumber(found[2])
+  end
+end
+return removed
+"""
+)
 _ADD_CHUNKS = """
 local version = redis.call('HGET', KEYS[1], 'version')
 if not version or (ARGV[1] ~= '' and ARGV[1] ~= version) then return -1 end
@@ -140,15 +200,31 @@ class RedisDatabase(Database):
         )
         self._redis: Any = Redis.from_pool(pool)
         self._scripts = {
-            text: self._redis.register_script(text) for text in (_INSERT, _REPLACE, _DELETE, _ADD_CHUNKS, _CHUNKS)
+            text: self._redis.register_script(text)
+            for text in (
+                _INSERT,
+                _INSERT_WITHIN,
+                _REPLACE,
+                _DELETE,
+                _DELETE_EXPIRED,
+                _DELETE_OLDEST,
+                _ADD_CHUNKS,
+                _CHUNKS,
+            )
         }
 
     @_in_time
     async def insert(self, record: Record) -> bool:
         """See `Database`."""
-        fields = [part for name in Record.__struct_fields__ for part in (name, _text(getattr(record, name)))]
-        head = (_text(record.due), _text(record.expires), record.id, _text(record.created))
-        return bool(await self._script(_INSERT, record.kind, record.id, record.owner, *head, *fields))
+        return bool(await self._script(_INSERT, record.kind, record.id, record.owner, *_inserted(record)))
+
+    @_in_time
+    async def insert_within(self, record: Record, limits: RecordLimits) -> Usage | None:
+        """See `Database`."""
+        names = record.kind, record.owner
+        head = *names, str(limits.records), str(limits.size), str(record.size)
+        found = await self._script(_INSERT_WITHIN, record.kind, record.id, record.owner, *head, *_inserted(record))
+        return Usage(*map(int, found)) if found else None
 
     @_in_time
     async def get(self, kind: str, id: str) -> Record | None:
@@ -176,7 +252,7 @@ class RedisDatabase(Database):
     async def delete(self, kind: str, id: str) -> bool:
         """See `Database`."""
         found = await self._get(kind, id)
-        return found is not None and bool(await self._script(_DELETE, kind, id, found.owner, id, ""))
+        return found is not None and bool(await self._remove(_DELETE, (), kind, id, found.owner))
 
     @_in_time
     async def page(
@@ -247,14 +323,13 @@ class RedisDatabase(Database):
     @_in_time
     async def delete_expired(self, now: float) -> int:
         """See `Database`."""
-        keys = await self._answer(self._redis.zrangebyscore(_ENDS, "-inf", repr(now), start=0, num=MAX_EXPIRED))
-        removed = 0
-        for key in keys:
-            kind, id, owner = await self._answer(self._redis.hmget(key, "kind", "id", "owner"))
-            if kind is not None:
-                names = kind.decode(), id.decode(), owner.decode()
-                removed += await self._script(_DELETE, *names, names[1], repr(now))
-        return removed
+        return await self._remove(_DELETE_EXPIRED, (_ENDS,), repr(now), MAX_REMOVED)
+
+    @_in_time
+    async def delete_oldest(self, kind: str, owner: str, limits: RecordLimits) -> int:
+        """See `Database`. It looks through all that the owner has: of 10,000 records that takes tens of
+        milliseconds."""
+        return await self._remove(_DELETE_OLDEST, (), kind, owner, limits.records, limits.size, MAX_REMOVED)
 
     async def close(self) -> None:
         """See `Database`."""
@@ -286,6 +361,10 @@ class RedisDatabase(Database):
         )
         return await self._answer(self._scripts[text](keys=keys, args=arguments))
 
+    async def _remove(self, text: str, keys: Sequence[str], *arguments: str | int) -> int:
+        """How many records one of the scripts that remove some has removed."""
+        return int(await self._answer(self._scripts[text](keys=keys, args=arguments)))
+
     async def _answer(self, operation: object) -> Any:
         from redis.exceptions import RedisError
 
@@ -312,6 +391,13 @@ def _due_key(kind: str) -> str:
 
 def _list_key(kind: str, owner: str) -> str:
     return f"{_PREFIX}:list:{kind}:{owner}"
+
+
+def _inserted(record: Record) -> list[str | bytes]:
+    """What _INSERT asks for."""
+    head = _text(record.due), _text(record.expires), record.id, _text(record.created)
+    fields = (part for name in Record.__struct_fields__ for part in (name, _text(getattr(record, name))))
+    return [*head, *fields]
 
 
 def _text(value: object) -> str | bytes:

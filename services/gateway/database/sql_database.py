@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.gateway.database.disk_reserve import DiskReserve, is_out_of_room
 from services.gateway.database.records import (
-    MAX_EXPIRED,
     MAX_LISTED,
     MAX_READ_CHUNKS,
+    MAX_REMOVED,
     READ_BYTES,
     Database,
     DatabaseUnavailable,
     Record,
+    RecordLimits,
     RecordUnknown,
     Usage,
 )
@@ -43,6 +44,13 @@ CONNECT_SECONDS = 5
 ROOM_TRIES = 3
 """Of an operation on a full disk: another gateway may take the room that was made for it."""
 CHECKPOINT = "PRAGMA wal_checkpoint(TRUNCATE)"
+INCREMENTAL = 2
+"""What SQLite answers of a file that can be made smaller piece by piece."""
+SHRINK_PAGES = 256
+"""Of 4 KiB, which one such piece has: others wait for the file's lock that long."""
+KEPT_PAGES = 4096
+KEPT_SHARE = 0.25
+"""What stays of a file for what will be added."""
 CLAIM_TRIES = 8
 """Records that another gateway may take away in one search for work."""
 
@@ -72,6 +80,19 @@ class SqlDatabase(Database):
     async def insert(self, record: Record) -> bool:
         """See `Database`."""
         return await self._run(lambda tables, connection: tables.insert(connection, record), adds=True)
+
+    async def insert_within(self, record: Record, limits: RecordLimits) -> Usage | None:
+        """See `Database`."""
+
+        def insert(tables: SqlTables, connection: Connection) -> Usage | None:
+            tables.lock(connection, record.kind, record.owner)
+            usage = tables.usage(connection, record.kind, record.owner)
+            if not limits.hold(usage.with_one(record.size)):
+                return usage
+            tables.insert(connection, record)
+            return None
+
+        return await self._run(insert, adds=True)
 
     async def get(self, kind: str, id: str) -> Record | None:
         """See `Database`."""
@@ -146,10 +167,26 @@ class SqlDatabase(Database):
         """See `Database`."""
 
         def remove(tables: SqlTables, connection: Connection) -> int:
-            expired = tables.expired(connection, now, MAX_EXPIRED)
+            expired = tables.expired(connection, now, MAX_REMOVED)
             return sum(tables.delete(connection, kind, id, expired_at=now) for kind, id in expired)
 
         return await self._run(remove, frees=True)
+
+    async def delete_oldest(self, kind: str, owner: str, limits: RecordLimits) -> int:
+        """See `Database`."""
+
+        def remove(tables: SqlTables, connection: Connection) -> int:
+            tables.lock(connection, kind, owner)
+            oldest = tables.above(connection, kind, owner, limits, MAX_REMOVED)
+            return sum(tables.delete(connection, kind, id) for id in oldest)
+
+        return await self._run(remove, frees=True)
+
+    async def shrink(self) -> bool:
+        """See `Database`. A file that was not made for it does not shrink."""
+        if not isinstance(self._place, Path):
+            return False
+        return await self._run(_shrink)
 
     async def close(self) -> None:
         """See `Database`."""
@@ -237,10 +274,11 @@ class SqlDatabase(Database):
                 hide_parameters=True,
                 connect_args={"connect_timeout": CONNECT_SECONDS, "options": options},
             )
-        self._place.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
-        os.close(private_opener(self._place, os.O_RDWR | os.O_CREAT))  # SQLite's other files get the same mode
+        place = self._place
+        place.parent.mkdir(mode=PRIVATE_FOLDER, parents=True, exist_ok=True)
+        os.close(private_opener(place, os.O_RDWR | os.O_CREAT))  # SQLite's other files get the same mode
         engine = create_engine(
-            URL.create("sqlite", database=str(self._place)),
+            URL.create("sqlite", database=str(place)),
             pool_size=THREADS,
             max_overflow=0,
             hide_parameters=True,
@@ -249,9 +287,29 @@ class SqlDatabase(Database):
 
         @event.listens_for(engine, "connect")
         def _configure(connection: Any, _: Any) -> None:
+            if not place.stat().st_size:  # later it would only take the lock
+                connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
             connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for the writer
 
         return engine
+
+
+def _shrink(tables: SqlTables, connection: Connection) -> bool:
+    """Takes a piece of SQLite's file that nothing is in from its end; whether more is to go."""
+
+    def number(pragma: str) -> int:
+        found: int = connection.exec_driver_sql(f"PRAGMA {pragma}").scalar_one()
+        return found
+
+    def is_due() -> bool:
+        free = number("freelist_count")
+        return free > max(KEPT_PAGES, int(number("page_count") * KEPT_SHARE))
+
+    if number("auto_vacuum") != INCREMENTAL or not is_due():
+        return False
+    driver: Any = connection.connection.driver_connection
+    driver.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")  # to its end: each step is a page
+    return is_due()
 
 
 def _sparing(operation: Callable[[SqlTables, Connection], T], tables: SqlTables, connection: Connection) -> T:

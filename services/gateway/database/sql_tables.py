@@ -29,7 +29,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from services.gateway.database.records import Record, RecordUnknown, Usage
+from services.gateway.database.records import REMOVED_BYTES, Record, RecordLimits, RecordUnknown, Usage
 
 _CREATE_TRIES = 5
 """Gateways that make the tables in the same moment get in each other's way."""
@@ -39,7 +39,8 @@ class SqlTables:
     """`records` and `chunks` in one dialect, `sqlite` or `postgresql`; no state but that."""
 
     def __init__(self, dialect: str) -> None:
-        self._insert: Any = postgresql.insert if dialect == "postgresql" else sqlite.insert
+        self._is_sqlite = dialect == "sqlite"
+        self._insert: Any = sqlite.insert if self._is_sqlite else postgresql.insert
         metadata = MetaData()
         self._records = records = Table(
             "baton_records",
@@ -82,6 +83,14 @@ class SqlTables:
             except DBAPIError:
                 if not remaining:
                     raise
+
+    def lock(self, connection: Connection, kind: str, owner: str) -> None:
+        """Whoever else locks what this owner has of this kind waits until the transaction, which begins with this, has
+        ended."""
+        if self._is_sqlite:  # which has one lock, and takes it when something is written: behind what was read
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        else:
+            connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"baton:{kind}:{owner}", 0))))
 
     def insert(self, connection: Connection, record: Record) -> bool:
         """Whether there was none of this kind and id."""
@@ -155,6 +164,23 @@ class SqlTables:
         number, size = connection.execute(statement.where(columns.kind == kind, columns.owner == owner)).one()
         return Usage(int(number), int(size))
 
+    def above(self, connection: Connection, kind: str, owner: str, limits: RecordLimits, most: int) -> list[str]:
+        """The ids of the oldest without a `due` time, as many as have to go until the limits hold, `most` of them."""
+        usage, ids, removed = self.usage(connection, kind, owner), list[str](), 0
+        if limits.hold(usage):
+            return ids
+        columns = self._records.c
+        oldest = select(columns.id, columns.size).where(
+            columns.kind == kind, columns.owner == owner, columns.due.is_(None)
+        )
+        for id, size in connection.execute(oldest.order_by(columns.created, columns.id).limit(most)):
+            removed += size
+            if limits.hold(usage) or (ids and removed > REMOVED_BYTES):
+                break
+            ids.append(id)
+            usage = Usage(usage.records - 1, usage.size - size)
+        return ids
+
     def most_due(self, connection: Connection, kind: str, now: float) -> Record | None:
         """The record that has been due for longest."""
         columns = self._records.c
@@ -203,8 +229,14 @@ class SqlTables:
     def expired(self, connection: Connection, now: float, limit: int) -> list[tuple[str, str]]:
         """Kinds and ids of those that have."""
         columns = self._records.c
-        found = connection.execute(select(columns.kind, columns.id).where(columns.expires <= now).limit(limit))
-        return [(kind, id) for kind, id in found]
+        found = select(columns.kind, columns.id, columns.size).where(columns.expires <= now)
+        names, removed = list[tuple[str, str]](), 0
+        for kind, id, size in connection.execute(found.limit(limit)):
+            removed += size
+            if names and removed > REMOVED_BYTES:
+                break
+            names.append((kind, id))
+        return names
 
     def _select(self) -> Select[Any]:
         return select(*(self._records.c[name] for name in Record.__struct_fields__))

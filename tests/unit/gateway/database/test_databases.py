@@ -14,16 +14,17 @@ from uuid import uuid4
 import pytest
 
 from services.gateway.config import GatewayConfig
-from services.gateway.database import disk_reserve, redis_database
+from services.gateway.database import disk_reserve, redis_database, sql_database, sql_tables
 from services.gateway.database.database_url import check_database_url, open_database
 from services.gateway.database.disk_reserve import DiskReserve
 from services.gateway.database.expiry import TRUST_SECONDS, ExpiryTime
-from services.gateway.database.oldest_first import OldestFirst, RecordLimits
+from services.gateway.database.oldest_first import OldestFirst
 from services.gateway.database.records import (
     CHUNK_BYTES,
     Database,
     DatabaseUnavailable,
     Record,
+    RecordLimits,
     RecordUnknown,
     Usage,
 )
@@ -278,23 +279,58 @@ async def test_the_event_loop_runs_while_sqlite_waits_for_a_lock(tmp_path: Path)
     await database.close()
 
 
-async def test_what_one_removes_as_too_much_no_other_removes_more_of(
+@pytest.mark.parametrize("name", KINDS)
+async def test_what_several_gateways_remove_and_add_at_once_ends_at_the_limits(
+    name: str, url_of: Callable[[str], str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sql_tables, "REMOVED_BYTES", 100)
+    gateways = [open_database(url_of(name)) for _ in range(2)]
+    await asyncio.gather(
+        *(gateways[i % 2].insert(record(kind, f"{i:02}", i, size=10, due=1e9 if i == 7 else None)) for i in range(40))
+    )
+    limits = RecordLimits(20, 100)
+    kept = [OldestFirst(gateway, kind, limits) for gateway in gateways]
+
+    await asyncio.gather(*(each.added("alice", 10) for each in kept * 2))
+
+    left = [each.id for each in await gateways[0].page(kind, "alice", limit=50, newest_first=False)]
+    assert left == ["07", *map(str, range(31, 40))], "work stays, and of the others the newest"
+    await gateways[0].delete(kind, "39")
+    added = await asyncio.gather(
+        *(gateways[i % 2].insert_within(record(kind, f"new-{i}", size=4), limits) for i in range(6))
+    )
+    assert sorted(added, key=bool) == [None, None, *[Usage(11, 98)] * 4]
+    one_fits = RecordLimits(12)
+    added = await asyncio.gather(
+        *(gateways[i % 2].insert_within(record(kind, f"more-{i}"), one_fits) for i in range(6))
+    )
+    assert sorted(added, key=bool) == [None, *[Usage(12, 98)] * 5]
+    for gateway in gateways:
+        await gateway.close()
+
+
+async def test_a_file_of_sqlites_becomes_smaller_behind_deletions(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    database, usage, seconds = SqlDatabase(tmp_path / "database.sqlite"), SqlDatabase.usage, [0.3, 0.1]
-    for created in range(5):
-        await database.insert(record(kind, str(created), created, size=1))
+    monkeypatch.setattr(sql_database, "KEPT_PAGES", 16)
+    path = tmp_path / "database.sqlite"
+    database = SqlDatabase(path)
+    for id in ("gone", "stays"):
+        await database.insert(record(kind, id))
+        await database.add_chunks(kind, id, {i: bytes([i]) * CHUNK_BYTES for i in range(8)})
+    assert not await database.shrink()
+    large = path.stat().st_size
+    await database.delete(kind, "gone")
 
-    async def together(self: SqlDatabase, kind: str, owner: str) -> Usage:
-        found = await usage(self, kind, owner)
-        await asyncio.sleep(seconds.pop())  # the other one looks meanwhile, and one has removed before the other does
-        return found
+    pieces = 1
+    while await database.shrink():
+        pieces += 1
 
-    monkeypatch.setattr(SqlDatabase, "usage", together)
-    kept = OldestFirst(database, kind, RecordLimits(3, 100))
-    await asyncio.gather(kept.added("alice", 1), kept.added("alice", 1))
-    assert [each.id for each in await database.page(kind, "alice", limit=9, newest_first=False)] == ["2", "3", "4"]
-    await database.close()
+    assert pieces == 2, "a MiB is one piece, so that others do not wait for long"
+
+    assert len(await database.chunks(kind, "stays", max_bytes=2**30)) == 8
+    await database.close()  # its log becomes part of the file
+    assert large / 2 < path.stat().st_size < large * 0.7
 
 
 async def test_a_full_disk_takes_deletions_and_then_contents_again(
