@@ -27,7 +27,7 @@ from shared.settings import ByteSize, ContainerVariable, Port, UpOption
 if TYPE_CHECKING:  # `baton up` reads the settings and serves nobody: what they are for is imported where it is made
     from services.gateway.api.generation import RequestLimits
     from services.gateway.batches.batch_run import BatchLimits
-    from services.gateway.http.call import BodyLimits
+    from services.gateway.http.bodies.body_budget import BodyLimits
     from services.gateway.http.certificates import CertificateFiles
     from services.gateway.http.generation import StreamSettings
     from services.gateway.overflow_provider import OverflowSettings
@@ -482,7 +482,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True):
 
     def body_limits(self) -> BodyLimits:
         """Returns the limits of reading bodies, with a new budget for all of them."""
-        from services.gateway.http.call import BodyBudget, BodyLimits
+        from services.gateway.http.bodies.body_budget import BodyBudget, BodyLimits
 
         media = max(self.max_body, min(self.max_media_body, self.max_bodies // 2))
         budget = BodyBudget(self.max_bodies, BODY_PATIENCE)

@@ -9,7 +9,6 @@ import io
 import math
 import re
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -21,9 +20,16 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.api.errors import RequestError
 from services.gateway.api.response import ResponseOutcome
 from services.gateway.core.api_keys import ANONYMOUS
-from services.gateway.metrics import BODY_BYTES, ERRORS
+from services.gateway.http.bodies.body_budget import (
+    LARGE_SHARE,
+    MEMORY_BODY,
+    READ_BYTES,
+    SMALL_BODY,
+    BodyLease,
+    BodyLimits,
+)
+from services.gateway.metrics import ERRORS
 from shared.ids import ModelName
-from shared.machine.heap import give_back_freed_memory
 from shared.telemetry.logs import record_trace
 from shared.telemetry.tracing import RequestSpan
 
@@ -34,26 +40,15 @@ EXTENSION = "baton.connection"
 KEY_EXTENSION = "baton.key"
 """Key under which a call of this process itself says whose it is. What comes over HTTP has no such extension."""
 JSON = b"application/json"
-READ_BYTES = 256 * 2**10
-"""Bytes that a connection may take in before its endpoint asks for more; as many are leased before each read."""
 MIN_RATE = 64 * 2**10
 """Bytes per second at which a body that is read piece by piece must arrive, and an answer that is held be read, behind
 the first `timeout` seconds."""
-SMALL_BODY = 64 * 2**10
-"""Bodies up to this size may use the whole budget, larger ones `LARGE_SHARE` of it: requests of a usual size are read
-while large ones wait."""
-LARGE_SHARE = 0.75
-MEMORY_BODY = 2**20
-"""Bytes of a body that leaves so much freed memory behind that it is given back to the system: it is there several
-times, and what is small and lives on lies between."""
-GIVE_BACK_AGAIN = 25
-"""Seconds: the bus keeps what may come back undelivered for 20."""
-MAX_WAITING = 256
-"""Bodies that wait for room. Each may hold what one read of its socket took in; further ones are refused at once."""
+MAX_LOOP_BODY = 128 * 2**10
+"""Of a body that is read on the event loop: more than the metadata of a chat can have."""
+MAX_PARAMETERS = 128
+"""Behind a path. Thousands, which a head has room for, took a turn of the event loop 0.2 s."""
 SECOND_LOOK = 0.1
 """Seconds for what came while the gateway itself got no time."""
-RETRY_AFTER = 1.0
-"""Seconds that a refused client is told to wait."""
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 LINGER_SECONDS = 5.0
 LINGER_BYTES = 256 * 2**20
@@ -76,139 +71,6 @@ class ApiShape(NamedTuple):
 
 
 OPENAI = ApiShape(lambda error, _: error.body())
-
-
-class BodyBudget:
-    """Owns the number of bytes that bodies hold, over all connections.
-
-    A body takes as many bytes as it is about to read, and gives them back when its request has ended, as a request
-    keeps its prompt for further attempts. Where there is no room it waits, in order of arrival, for `patience` seconds
-    at most. Then it is refused with 503 and not with 429: the client did nothing too often, and load balancers try
-    another gateway after a 503.
-    """
-
-    def __init__(self, limit: int, patience: float) -> None:
-        """`limit` in bytes, `patience` in seconds."""
-        self.limit, self._patience = limit, patience
-        self.used = 0
-        self._waiting: deque[_Waiter] = deque()
-        self._grown = False
-        """Whether a body of MEMORY_BODY bytes or more has ended since memory was given back."""
-        self._until_again = 0
-        """Calls of `give_back_memory` until it is given back once more; 0: it is not."""
-
-    async def take(self, lease: BodyLease, size: int) -> None:
-        """Raises what `lease` holds to `size` bytes. Raises RequestError 503 where there is no room in time."""
-        if size <= lease.held:
-            return
-        # A large body waits behind all others, a small one behind small ones.
-        before = any(size > SMALL_BODY or waiter.size <= SMALL_BODY for waiter in self._waiting)
-        if (not before or self._all_wait_with(lease)) and self._grant(lease, size):
-            return
-        if len(self._waiting) >= MAX_WAITING or self._all_wait_with(lease):
-            raise self._refusal()
-        waiter = _Waiter(lease, size, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
-        try:
-            async with asyncio.timeout(self._patience):
-                await waiter.granted
-        except TimeoutError:
-            if not lease.closed and lease.held >= size:
-                return  # granted in the moment in which the time ended
-            raise self._refusal() from None
-        finally:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-
-    def give_back(self, lease: BodyLease, size: int) -> None:
-        """Lowers what `lease` holds to `size` bytes, and lets waiting bodies go on."""
-        self._grown = self._grown or lease.held >= MEMORY_BODY
-        self.used -= lease.held - size
-        lease.held = size
-        BODY_BYTES.set(self.used)
-        large_waits = False
-        for waiter in list(self._waiting):  # in order; behind a large one that does not fit yet, small ones only
-            if waiter.granted.done() or (large_waits and waiter.size > SMALL_BODY):
-                continue
-            if self._grant(waiter.lease, waiter.size):
-                self._waiting.remove(waiter)
-                waiter.granted.set_result(None)
-            elif waiter.size > SMALL_BODY:
-                large_waits = True
-            else:
-                return
-
-    def give_back_memory(self) -> None:
-        """Called every second: what large bodies took goes back to the system once none of them is there; and once
-        more when the bus has forgotten their messages, too."""
-        if self._grown and self.used < MEMORY_BODY:
-            self._grown, self._until_again = False, GIVE_BACK_AGAIN
-            give_back_freed_memory()
-        elif self._until_again:
-            self._until_again -= 1
-            if not self._until_again:
-                give_back_freed_memory()
-
-    def _all_wait_with(self, lease: BodyLease) -> bool:
-        """Whether nobody would go on who holds anything, were this one to wait with what it holds."""
-        return lease.held > 0 and lease.held + sum(waiter.lease.held for waiter in self._waiting) >= self.used
-
-    def _grant(self, lease: BodyLease, size: int) -> bool:
-        """Raises what `lease` holds to `size` bytes where there is room."""
-        used = self.used - lease.held + size
-        if used > (self.limit if size <= SMALL_BODY else int(self.limit * LARGE_SHARE)):
-            return False
-        lease.held, self.used = size, used
-        BODY_BYTES.set(used)
-        return True
-
-    def _refusal(self) -> RequestError:
-        text = f"open requests hold {self.used} bytes of bodies of the {self.limit} that are allowed; try again"
-        return RequestError(503, text, retry_after=RETRY_AFTER)
-
-
-@dataclass(slots=True, eq=False)
-class BodyLease:
-    """What one request's body holds of the budget."""
-
-    held: int = 0
-    """Bytes; only the budget changes them."""
-    closed: bool = False
-    """Whether its request has ended."""
-
-
-class _Waiter(NamedTuple):
-    lease: BodyLease
-    size: int
-    granted: asyncio.Future[None]
-
-
-class BodyLimits(NamedTuple):
-    """Limits of reading a request's body."""
-
-    max_bytes: int
-    max_media_bytes: int
-    """Of a body that may have images, videos or sounds in it."""
-    timeout: float
-    """Seconds that a client may take to send it, time that it waits for room not included."""
-    stall_timeout: float
-    """Seconds that may pass without any byte."""
-    budget: BodyBudget
-    media: bool = False
-    """Whether it may have any of these."""
-
-    @property
-    def most(self) -> int:
-        """Bytes that it may have."""
-        return self.max_media_bytes if self.media else self.max_bytes
-
-    def leased(self, size: int, length: int | None) -> int:
-        """Bytes that a body leases before more is read of it than `size`: as many as that may be; all that it may still
-        have once it is larger than bodies are without media, so that several which have come far do not wait for each
-        other. `length`: as it was declared."""
-        end = self.most if length is None else length
-        wanted = min(size + READ_BYTES, end)
-        return end if wanted > self.max_bytes else wanted
 
 
 @dataclass(slots=True)
@@ -302,8 +164,18 @@ class Call:
             self.span.response = response
 
     def query(self) -> list[tuple[str, str]]:
-        """Returns the names and values behind the path, in their order; the limit of a head bounds them."""
-        return parse_qsl(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+        """Returns the names and values behind the path, in their order. Raises RequestError 400 where there are too
+        many."""
+        text = self.scope.get("query_string", b"").decode("latin-1")
+        try:
+            return parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_PARAMETERS)
+        except ValueError:
+            raise RequestError(400, f"query: more than {MAX_PARAMETERS} parameters", param="query") from None
+
+    async def small_body(self) -> bytes:
+        """Returns a body that is read on the event loop, which is never large. Raises RequestError as `body` does."""
+        self.limits = self.limits._replace(max_bytes=min(MAX_LOOP_BODY, self.limits.max_bytes), media=False)
+        return await self.body()
 
     async def body(self) -> bytes:
         """Returns the body, also when asked again. What it holds of the budget, it holds until `close`.
@@ -324,7 +196,7 @@ class Call:
         while not self._body_read:
             if left <= 0:
                 raise _too_late(limits.timeout)
-            await limits.budget.take(self._lease, limits.leased(size, length))
+            await self._take(limits.leased(size, length))
             began = loop.time()
             try:
                 part = await self._part_within(min(left, limits.stall_timeout))
@@ -342,8 +214,19 @@ class Call:
     async def hold(self, size: int, *, answers: bool = True) -> None:
         """Counts so many bytes (of the answer, or not) as the body is counted, until the call ends; what is larger than
         all that bodies may hold waits until it is alone. Raises RequestError 503 where there is no room in time."""
-        budget, self._answer_held = self.limits.budget, self._answer_held or answers
-        await budget.take(self._lease, min(self._lease.held + size, int(budget.limit * LARGE_SHARE)))
+        self._answer_held = self._answer_held or answers
+        await self._take(min(self._lease.held + size, int(self.limits.budget.limit * LARGE_SHARE)))
+
+    async def hold_answer(self, size: int) -> None:
+        """Counts an answer of so many bytes, where that is large: before what was done for it is kept, so that whoever
+        is refused has nothing of it. Raises RequestError as `hold` does."""
+        if size >= MEMORY_BODY and not self._answer_held:
+            await self.hold(size)
+
+    async def _take(self, size: int) -> None:
+        if not self._lease.held:
+            self._lease.key = self.key.name
+        await self.limits.budget.take(self._lease, size)
 
     def release_body(self) -> None:
         """Gives up the body, and what it holds of the budget, while its request goes on without."""
@@ -358,7 +241,7 @@ class Call:
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > max_bytes:
             raise _too_large(max_bytes)
-        await limits.budget.take(self._lease, 2 * READ_BYTES)
+        await self._take(2 * READ_BYTES)
         size, deadline = 0, loop.time() + limits.timeout
         while not self._body_read:
             try:
@@ -371,7 +254,7 @@ class Call:
             if loop.time() > deadline + size / MIN_RATE:
                 raise RequestError(408, f"the body came slower than {MIN_RATE} bytes per second")
             if held:
-                await limits.budget.take(self._lease, size + 2 * READ_BYTES)
+                await self._take(size + 2 * READ_BYTES)
             yield part
 
     def close(self) -> None:
@@ -437,8 +320,7 @@ class Call:
 
     async def respond(self, body: bytes, status: int = 200, content_type: bytes = JSON, headers: Headers = ()) -> None:
         """Sends a complete response; a large one is held until its client has read it. Raises RequestError."""
-        if len(body) >= MEMORY_BODY and not self._answer_held:
-            await self.hold(len(body))
+        await self.hold_answer(len(body))
         length = (b"content-length", str(len(body)).encode())
         await self.start(status, content_type, [length, *headers])
         waits = self._answer_held and len(body) > SMALL_BODY

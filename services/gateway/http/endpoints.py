@@ -20,8 +20,9 @@ from services.gateway.api.generation import choose_model
 from services.gateway.core.api_keys import KeyScope
 from services.gateway.database.records import DatabaseUnavailable
 from services.gateway.http.access import AccessControl, check_model
+from services.gateway.http.bodies.body_budget import BodyLimits
 from services.gateway.http.body_parser import BodyKind, BodyParser
-from services.gateway.http.call import OPENAI, ApiShape, BodyLimits, Call
+from services.gateway.http.call import OPENAI, ApiShape, Call
 from services.gateway.overflow_provider import OverflowProvider
 from services.gateway.peers import GatewayPeers, MetricsPages
 from services.gateway.request_table import RequestTable

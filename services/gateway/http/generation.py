@@ -348,6 +348,7 @@ class GenerationEndpoint(GeneratingEndpoint):
         elif outcome == "finished":
             body = response_body(header, response.choices, generation.response_options, response.started_at, transfer)
             answer_body = await LazyEncoder().encode(body)
+            await call.hold_answer(len(answer_body))
             if generation.stored is not None and not await self._store(call, generation.stored, header, answer_body):
                 answer_body = answer_body[:-1] + b',"store":false}'
             await self._finish(call, call.respond(answer_body))

@@ -40,8 +40,9 @@ from services.gateway.http.apis.stored.conversations import ConversationEndpoint
 from services.gateway.http.apis.stored.responses import StoredResponseEndpoints
 from services.gateway.http.apis.tokens.generate import TokensEndpoint
 from services.gateway.http.apis.tokens.generative_scores import GenerativeScoresEndpoint
+from services.gateway.http.bodies.body_budget import BodyLimits
 from services.gateway.http.body_parser import BodyParser
-from services.gateway.http.call import OPENAI, ApiShape, BodyLimits
+from services.gateway.http.call import OPENAI, ApiShape
 from services.gateway.http.endpoints import VERSION, Endpoint, Handler, InfoEndpoints
 from services.gateway.http.generation import GenerationEndpoint, StreamSettings
 from services.gateway.http.overflow import Overflow

@@ -12,7 +12,7 @@ import pytest
 
 from services.gateway.api.errors import RequestError
 from services.gateway.conversations import chat_store
-from services.gateway.http.call import Call
+from services.gateway.http.call import MAX_LOOP_BODY, Call
 from shared.bus.memory_bus import MemoryBus
 from tests.support.gateway.fake_services import MODEL, said
 from tests.support.gateway.gateway_server import GatewayStack, gateway_stack
@@ -119,6 +119,11 @@ async def test_what_is_read_is_held_as_bodies_are(stack: GatewayStack, monkeypat
     monkeypatch.setattr(Call, "hold", full)
     with pytest.raises(openai.InternalServerError, match="no room"):
         await chats.with_raw_response.list(timeout=5)
+    monkeypatch.setattr("services.gateway.http.call.MEMORY_BODY", 256)
+    with pytest.raises(openai.InternalServerError, match="no room"):
+        await create(stack)
+    monkeypatch.setattr(Call, "hold", hold)
+    assert [each.id async for each in chats.list()] == [kept.id], "what has no room to be answered is not stored"
 
 
 async def test_chats_belong_to_their_key_and_the_oldest_go_first(
@@ -163,6 +168,14 @@ async def test_parameters_are_refused_by_name(stack: GatewayStack) -> None:
     for query, param in (("limit=0", "limit"), ("order=up", "order"), ("after=x", "after"), ("modl=x", "modl")):
         answer = await stack.http.get(f"/v1/chat/completions?{query}")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_what_is_read_on_the_event_loop_is_never_large(stack: GatewayStack) -> None:
+    large = {"metadata": {"a": "b" * MAX_LOOP_BODY}}
+    for path in ("/v1/chat/completions/chatcmpl-1", "/v1/batches", "/api/show"):
+        answer = await stack.http.post(path, json=large)
+        assert answer.status_code == 413
+        assert f"{MAX_LOOP_BODY} bytes" in answer.text
 
 
 async def test_without_a_database_nothing_is_stored(memory_bus: MemoryBus, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import openai
 import pytest
 
 from services.gateway import response_store
+from services.gateway.api.errors import RequestError
 from services.gateway.database.sql_database import SqlDatabase
-from services.gateway.http.call import Call
+from services.gateway.http.call import MAX_PARAMETERS, Call
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.tokenizer import ChatPrompt, Tokenize
 from tests.support.gateway.fake_services import MODEL, said
@@ -204,6 +205,8 @@ async def test_parameters_are_refused_by_name(stack: GatewayStack, path: str, pa
 async def test_more_parameters_than_there_are_is_no_bug_of_the_server(stack: GatewayStack) -> None:
     answer = await stack.http.get("/v1/responses/resp_none?" + "&".join(f"p{n}=1" for n in range(100)))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "p0")
+    answer = await stack.http.get("/v1/responses/resp_none?" + "&" * MAX_PARAMETERS)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "query")
 
 
 async def test_what_is_larger_than_a_conversation_may_be_is_refused_unread(
@@ -300,7 +303,7 @@ async def test_pages_show_all_items_though_some_have_the_same_id(stack: GatewayS
 
 
 async def test_what_is_read_of_the_database_is_held_as_bodies_are(
-    stack: GatewayStack, monkeypatch: pytest.MonkeyPatch
+    stack: GatewayStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A conversation of 64 MiB that many ask for at once would take all memory."""
     held: list[int] = []
@@ -324,6 +327,18 @@ async def test_what_is_read_of_the_database_is_held_as_bodies_are(
     held.clear()
     shown = await stack.http.get(f"/v1/responses/{first.id}")
     assert 1 <= sum(held) / len(shown.content) < 1.2
+
+    async def full(call: Call, size: int) -> None:
+        raise RequestError(503, "no room")
+
+    monkeypatch.setattr(Call, "hold", full)
+    monkeypatch.setattr("services.gateway.http.call.MEMORY_BODY", 256)
+    database = SqlDatabase(tmp_path / "database.sqlite")
+    before = await database.usage("response", "")
+    with pytest.raises(openai.InternalServerError, match="no room"):
+        await create(stack)
+    assert await database.usage("response", "") == before, "what has no room to be answered is not stored"
+    await database.close()
 
 
 async def test_conversations_have_bounds(

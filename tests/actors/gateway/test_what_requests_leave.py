@@ -16,8 +16,10 @@ import pytest
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import GenerationResponse
 from services.gateway.core.open_request import OpenRequest
-from services.gateway.http import call, connection
-from services.gateway.http.call import MEMORY_BODY, BodyBudget, BodyLease, Call
+from services.gateway.http import connection
+from services.gateway.http.bodies import body_budget
+from services.gateway.http.bodies.body_budget import MEMORY_BODY, BodyBudget, BodyLease
+from services.gateway.http.call import Call
 from services.gateway.http.connection import MIN_PIECE_BYTES
 from shared.bus.memory_bus import MemoryBus
 from shared.messages.model_card import EncoderDecoderModel
@@ -116,13 +118,13 @@ async def test_questions_to_a_tokenizer_are_called_off_when_their_client_leaves(
 
 def test_memory_is_given_back_again_when_the_bus_has_forgotten_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[None] = []
-    monkeypatch.setattr(call, "give_back_freed_memory", lambda: given_back.append(None))
+    monkeypatch.setattr(body_budget, "give_back_freed_memory", lambda: given_back.append(None))
     budget, lease = BodyBudget(16 * MEMORY_BODY, patience=0.01), BodyLease()
     budget._grant(lease, MEMORY_BODY)
     budget.give_back_memory()
     assert len(given_back) == 0
     budget.give_back(lease, 0)
-    for _ in range(call.GIVE_BACK_AGAIN):
+    for _ in range(body_budget.GIVE_BACK_AGAIN):
         budget.give_back_memory()
         assert len(given_back) == 1
     for _ in range(3):

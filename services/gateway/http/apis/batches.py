@@ -28,7 +28,7 @@ class BatchEndpoints:
     async def create(self, call: Call) -> None:
         """`POST /v1/batches`. Raises RequestError."""
         store = kept(self._store)
-        batch = await store.create(call.key.name, decode_body(await call.body(), _FIELDS))
+        batch = await store.create(call.key.name, decode_body(await call.small_body(), _FIELDS))
         self._wake()
         await call.respond_json(batch.body())
 

@@ -139,7 +139,7 @@ class OllamaInfo:
 
     async def show(self, call: Call) -> None:
         """`/api/show`: one model. Raises RequestError."""
-        wanted = read_show(await call.body())
+        wanted = read_show(await call.small_body())
         for card, name in self._models(call):
             if name in (wanted, wanted.removesuffix(LATEST)):
                 await call.respond_json(self._shown(card))

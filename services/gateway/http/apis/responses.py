@@ -107,7 +107,7 @@ class ResponsesEndpoint(GeneratingEndpoint):
         if generation.stream is None:
             response = await self._table.open(generation, header, ItemCollector(events), details)
             if await self._whole(call, response):
-                kept = await self._kept(call, asked, events.finished(response.choices[0]))
+                kept = await self._kept(call, asked, events.finished(response.choices[0]), whole=True)
                 await self._finish(call, call.respond_json(kept))
             return
         writer = ItemWriter(
@@ -172,16 +172,23 @@ class ResponsesEndpoint(GeneratingEndpoint):
         ids = await call.unless_left(self._table.tokenizer.prompt_ids(generation, generation.prompts[0]))
         await call.respond_json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
-    async def _kept(self, call: Call, asked: ResponseRequest, response: dict[str, Any]) -> dict[str, Any]:
+    async def _kept(
+        self, call: Call, asked: ResponseRequest, response: dict[str, Any], *, whole: bool = False
+    ) -> dict[str, Any]:
         """The response, stored where it is to be. One that the database does not take says that it is not stored, and
-        in no conversation."""
-        if self._store is None:
+        in no conversation. `whole`: whether it is the answer, for which there is room then, or nothing is stored.
+        Raises RequestError where there is none."""
+        if self._store is None or not (asked.store or asked.conversation is not None):
             return response
+        stored = StoredResponse(response=response, items_size=len(asked.items))
+        record = self._store.record(call.key.name, stored)
+        if whole:
+            await call.hold_answer(len(record.value))
         if asked.conversation is not None and not await self._added(call, asked, response):
             response = response | {"conversation": None}
+            record = self._store.record(call.key.name, replace(stored, response=response))
         if not asked.store:
             return response
-        record = self._store.record(call.key.name, StoredResponse(response=response, items_size=len(asked.items)))
         try:
             await self._store.insert(record, asked.items)
         except RequestError:

@@ -22,7 +22,16 @@ from services.gateway.api.response import (
 from services.gateway.api.responses import written_items
 from services.gateway.api.sglang.answer import answer
 from services.gateway.api.sglang.request import SglangAnswerOptions
-from services.gateway.http.call import EXTENSION, LARGE_SHARE, BodyBudget, BodyLease, BodyLimits, Call
+from services.gateway.core.api_keys import KeyName
+from services.gateway.http.bodies.body_budget import (
+    KEY_SHARE,
+    LARGE_SHARE,
+    MAX_WAITING,
+    BodyBudget,
+    BodyLease,
+    BodyLimits,
+)
+from services.gateway.http.call import EXTENSION, Call
 from services.gateway.metrics import ModelMeters
 from shared.ids import RequestId
 from shared.messages.gateway import LogprobText, PositionLogprobs
@@ -52,17 +61,17 @@ async def test_answers_wait_for_room_and_the_largest_until_they_are_alone() -> N
     most = int(budget.limit * LARGE_SHARE)
 
     def call() -> Call:
-        lease = BodyLease()
-        return cast(Call, SimpleNamespace(limits=SimpleNamespace(budget=budget), _lease=lease, _answer_held=False))
+        limits = BodyLimits(2**20, 2**20, 1.0, 1.0, budget)
+        return Call({"headers": [], "extensions": {EXTENSION: None}}, cast(Any, None), cast(Any, None), limits)
 
     first, second = call(), call()
-    await Call.hold(first, most - 100)
+    await first.hold(most - 100)
     with pytest.raises(RequestError, match="bytes of bodies") as refused:
-        await Call.hold(second, 10**9)
+        await second.hold(10**9)
     assert refused.value.status == 503
-    waiting = asyncio.ensure_future(Call.hold(second, 10**9))
+    waiting = asyncio.ensure_future(second.hold(10**9))
     await asyncio.sleep(0)
-    Call.close(first)
+    first.close()
     await waiting
     assert budget.used == most
 
@@ -149,3 +158,30 @@ async def test_log_probabilities_of_one_choice_are_made_in_turns() -> None:
 
 def text(token: int) -> LogprobText:
     return LogprobText(f"t{token}", b"t", -0.5 * token, token)
+
+
+async def test_one_key_has_a_share_of_what_bodies_may_hold_and_of_the_places_to_wait() -> None:
+    budget, kib = BodyBudget(1000 * 2**10, patience=60.0), 2**10
+    first, second, third = (BodyLease(key=KeyName("mine")) for _ in range(3))
+    other, nobody = BodyLease(key=KeyName("other")), BodyLease()
+    for lease in (first, second):
+        await budget.take(lease, 200 * kib)
+    waiting = asyncio.ensure_future(budget.take(first, 400 * kib))
+    await asyncio.sleep(0)
+    assert not waiting.done(), "562 KiB are its key's share"
+    await budget.take(other, 80 * kib)  # others go on past what waits for its own key
+    await budget.take(nobody, 80 * kib)
+    with pytest.raises(RequestError, match="of this API key hold") as refused:  # or both would wait for each other
+        await budget.take(second, 400 * kib)
+    assert refused.value.status == 503
+    many = [asyncio.ensure_future(budget.take(BodyLease(key=KeyName("mine")), 300 * kib)) for _ in range(MAX_WAITING)]
+    await asyncio.sleep(0)
+    assert sum(not each.done() for each in many) == int(MAX_WAITING * KEY_SHARE) - 1, "others may still wait"
+    for each in many:
+        each.cancel()
+    await asyncio.gather(*many, return_exceptions=True)
+    budget.give_back(second, 0)
+    await waiting
+    budget.give_back(first, 0)
+    await budget.take(third, int(budget.limit * LARGE_SHARE) - 160 * kib)  # one alone may be larger than the share
+    assert budget.used == int(budget.limit * LARGE_SHARE)

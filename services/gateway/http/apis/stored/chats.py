@@ -42,7 +42,7 @@ class StoredChatEndpoints:
     async def update(self, call: Call) -> None:
         """`POST /v1/chat/completions/{id}`. Raises RequestError."""
         store, id = self._named(call)
-        metadata = read_chat_update(await call.body())
+        metadata = read_chat_update(await call.small_body())
         await call.respond_json(await store.set_metadata(id, call.key.name, metadata, call.hold))
 
     async def delete(self, call: Call) -> None:

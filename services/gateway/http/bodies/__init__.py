@@ -1,0 +1,1 @@
+"""What bodies are read within."""
