@@ -143,6 +143,15 @@ class Victim(NamedTuple):
                 return await connection.answer(timeout)
         return None
 
+    async def get(self, path: str) -> Answer | None:
+        """The answer to a GET; None where there is none."""
+        head = f"GET {path} HTTP/1.1\r\nHost: {self.host}\r\n{self.authorization}Connection: close\r\n\r\n"
+        with contextlib.suppress(OSError):
+            async with self.connected() as connection:
+                await connection.send(head.encode())
+                return await connection.answer()
+        return None
+
 
 Attack = Callable[[Victim, AttackCounts], Awaitable[None]]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import gzip
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from deploy.chaos.attacks.attack import AttackCounts, Victim, all_of
+from deploy.chaos.attacks.attack import EXCERPT, AttackCounts, Victim, all_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FEW = 8
@@ -142,6 +143,83 @@ async def images(victim: Victim, counts: AttackCounts) -> None:
     await _ask(victim, counts, ((what, CHAT, body) for what, body in bodies.items() for _ in range(3)))
 
 
+async def forms(victim: Victim, counts: AttackCounts) -> None:
+    """Uploads whose boundaries nearly come, again and again, with hundreds of thousands of fields and of headers."""
+    field, file = b'Content-Disposition: form-data; name="purpose"', b'Content-Disposition: form-data; name="file"'
+    named = file + b'; filename="a.jsonl"'
+    dashes = "-" * 70
+    bodies = {
+        "nearly boundaries": ("xx", _form(b"xx", (field, b"batch"), (named, b"\r\n--xy" * (2 * MILLION)))),
+        "long boundaries": (dashes, _form(dashes.encode(), (named, (b"\r\n--" + b"-" * 69) * (MILLION // 5)))),
+        "returns": ("xx", _form(b"xx", (field, b"batch"), (named, b"\r" * (12 * MILLION)))),
+        "many fields": ("xx", _form(b"xx", *[(field, b"1")] * (MILLION // 5))),
+        "many headers": ("xx", _form(b"xx", (b"\r\n".join([field] + [b"X: 1"] * MILLION), b"batch"))),
+        "a header of megabytes": ("xx", _form(b"xx", (field + b"a" * (8 * MILLION), b"batch"))),
+        "no end": ("xx", b"--xx\r\n" + named + b"\r\n\r\n" + b"x" * (12 * MILLION)),
+        "no boundary": ("x" * 30_000, b"x"),
+    }
+
+    async def send(what: str, path: str, boundary: str, body: bytes) -> None:
+        more = f"Content-Type: multipart/form-data; boundary={boundary}\r\n"
+        counts.record(f"{what} ({path})", await victim.post(path, body, more))
+
+    paths = ("/v1/files", "/v1/audio/transcriptions")
+    jobs = (partial(send, what, path, *body) for what, body in bodies.items() for path in paths for _ in range(2))
+    await all_of(jobs, FEW)
+
+
+async def encodings(victim: Victim, counts: AttackCounts) -> None:
+    """Bodies that say that they are compressed, and would be 200 MB then."""
+    body = gzip.compress(b" " * (200 * MILLION))
+
+    async def send(named: str) -> None:
+        counts.record(named, await victim.post(CHAT, body, f"{named}\r\n"))
+
+    kinds = ("gzip", "deflate", "br", "zstd", "gzip, gzip")
+    headers = [f"Content-Encoding: {kind}" for kind in kinds] + ["Transfer-Encoding: gzip, chunked"]
+    await all_of(partial(send, header) for header in headers for _ in range(16))
+
+
+async def arguments(victim: Victim, counts: AttackCounts) -> None:
+    """Chats with calls of tools, whose arguments the chat template reads: deep, wide, and numbers without an end."""
+    given = {
+        "deep": "[" * DEEP + "]" * DEEP,
+        "digits": '{"a":' + "9" * MILLION + "}",
+        "digits behind a point": '{"a":1.' + "9" * MILLION + "e5}",
+        "keys": "{" + ",".join(f'"{at}":0' for at in range(MILLION // 4)) + "}",
+        "half a surrogate": '{"a":"\\ud800"}',
+    }
+
+    def chat(count: int, said: str) -> bytes:
+        call = {"id": "c", "type": "function", "function": {"name": "t", "arguments": said}}
+        calls = [{"role": "assistant", "content": None, "tool_calls": [call]}] * count
+        return victim.chat(messages=[{"role": "user", "content": "a"}, *calls, {"role": "user", "content": "b"}])
+
+    bodies = {what: chat(1, said) for what, said in given.items()} | {"calls": chat(3 * MANY, '{"a":"b"}')}
+    await _ask(victim, counts, ((what, CHAT, body) for what, body in bodies.items() for _ in range(3)), FEW)
+
+
+async def queries(victim: Victim, counts: AttackCounts) -> None:
+    """As many parameters behind a path as a head has room for, and paths that are as long."""
+    paths = (
+        "/v1/chat/completions?" + "&".join(f"metadata[k{at}]=v" for at in range(3000)),
+        "/v1/batches?" + "limit=1&" * 7000,
+        "/v1/models/" + "%41" * 15_000,
+        "/" + "../" * 15_000 + "etc/passwd",
+        "/v1/conversations/" + "%00" * MANY,
+    )
+
+    async def ask(path: str) -> None:
+        counts.record(path[:EXCERPT], await victim.get(path))
+
+    await all_of(partial(ask, path) for path in paths for _ in range(60))
+
+
+def _form(boundary: bytes, *parts: tuple[bytes, bytes]) -> bytes:
+    said = [b"--%b\r\n%b\r\n\r\n%b\r\n" % (boundary, head, body) for head, body in parts]
+    return b"".join(said) + b"--" + boundary + b"--\r\n"
+
+
 def _chat_of(victim: Victim, count: int) -> bytes:
     messages = [{"role": "user" if at % 2 == 0 else "assistant", "content": "fox"} for at in range(count)]
     return msgspec.json.encode({"model": victim.model, "messages": messages, "max_tokens": 4})
@@ -163,4 +241,8 @@ BODY_ATTACKS = {
     "many-outputs": many_outputs,
     "long-prompts": long_prompts,
     "images": images,
+    "forms": forms,
+    "encodings": encodings,
+    "arguments": arguments,
+    "queries": queries,
 }

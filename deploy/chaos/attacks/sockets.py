@@ -7,6 +7,9 @@ import random
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
+
+import msgspec
 
 from deploy.chaos.attacks.attack import ANSWER_TIMEOUT, AttackCounts, Victim, all_of, parsed
 
@@ -58,19 +61,25 @@ async def half_closed(victim: Victim, counts: AttackCounts) -> None:
 
 
 async def slow_readers(victim: Victim, counts: AttackCounts) -> None:
-    """Streams, and whole answers, that are read a byte at a time, by sockets with hardly any room."""
-    bodies = [
-        victim.completion(stream=True, max_tokens=LONG_ANSWER, ignore_eos=True),
-        victim.completion(prompt="fox " * 400, echo=True, logprobs=5, max_tokens=64, ignore_eos=True),
+    """Streams of every API, and whole answers, that are read a byte at a time, by sockets with hardly any room."""
+    said = [{"role": "user", "content": "Hello"}]
+    chat: dict[str, Any] = {"max_tokens": LONG_ANSWER, "stream": True, "ignore_eos": True}
+    asked = [
+        (COMPLETIONS, victim.completion(stream=True, max_tokens=LONG_ANSWER, ignore_eos=True)),
+        (COMPLETIONS, victim.completion(prompt="fox " * 400, echo=True, logprobs=5, max_tokens=64, ignore_eos=True)),
+        ("/v1/chat/completions", victim.chat(logprobs=True, top_logprobs=20, n=4, **chat)),
+        ("/v1/responses", msgspec.json.encode({"model": victim.model, "input": "Hello", "stream": True})),
+        ("/v1/messages", victim.chat(max_tokens=LONG_ANSWER, stream=True)),
+        ("/api/chat", msgspec.json.encode({"model": victim.model, "messages": said})),
     ]
 
-    async def client(body: bytes) -> None:
+    async def client(path: str, body: bytes) -> None:
         loop, plain = asyncio.get_running_loop(), socket.socket()
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
         plain.setblocking(False)
         try:
             await loop.sock_connect(plain, (victim.host, victim.port))
-            await loop.sock_sendall(plain, victim.head(COMPLETIONS, len(body)) + body)
+            await loop.sock_sendall(plain, victim.head(path, len(body)) + body)
             end = loop.time() + LASTS
             while loop.time() < end:
                 async with asyncio.timeout(LASTS):
@@ -81,7 +90,7 @@ async def slow_readers(victim: Victim, counts: AttackCounts) -> None:
             plain.close()
             counts.unanswered += 1
 
-    await all_of((partial(_patient, partial(client, bodies[number % 2])) for number in range(SLOW)), SLOW)
+    await all_of((partial(_patient, partial(client, *asked[number % len(asked)])) for number in range(SLOW)), SLOW)
 
 
 async def silent_clients(victim: Victim, counts: AttackCounts) -> None:
