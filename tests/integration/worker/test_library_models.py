@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -64,6 +65,34 @@ def test_what_an_engine_says_is_no_reference_unless_it_is_right(cohere: TinyMode
 
 def test_it_is_launched_as_on_a_device_that_works_by_itself(cohere: TinyModel) -> None:
     check_mixed_batch(cohere, launching(tiny_backend(cohere.path)))
+
+
+@pytest.mark.parametrize("longest", [256, 48])
+def test_a_long_sequence_turns_no_other_one(longest: int, tmp_path: Path) -> None:
+    """LongRoPE has frequencies for sequences up to 48 tokens and others for longer ones; the library chooses by the
+    longest of a batch, and chooses anew in each step. Here how long a sequence may be does, as in vLLM."""
+    trained = {"original_max_position_embeddings": 48}
+    short, long = [1.0 + each / 8 for each in range(8)], [3.0 + each for each in range(8)]
+    turns: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10_000.0, **trained}
+    turns |= {"short_factor": short, "long_factor": long}
+    model = library_model("Phi3", tmp_path, max_position_embeddings=256, **trained, rope_parameters=turns)
+    as_long: Any = copy.deepcopy(model.reference)
+    rotary, chosen = as_long.model.rotary_emb, long if longest > 48 else short
+    rotary.config = copy.deepcopy(rotary.config)
+    rotary.config.rope_parameters |= {"short_factor": chosen, "long_factor": chosen}
+    as_long.model.rotary_emb = type(rotary)(rotary.config)
+    backend = tiny_backend(tmp_path, ops="native", max_model_len=longest)
+    driver = Driver(backend, budget=29)
+    prompts = [prompt(20, 1), prompt(40, 2), *([prompt(90, 3)] if longest > 48 else [])]
+    sequences = [driver.add(tokens, OUTPUT) for tokens in prompts]
+    driver.run()
+    expected = TinyModel("Phi3", tmp_path, as_long)
+    assert [each.output for each in sequences] == [expected.greedy(each, OUTPUT) for each in prompts]
+    alone = [model.greedy(each, OUTPUT) for each in prompts]
+    assert alone[-1] == sequences[-1].output, "what is as long as that is the library's own"
+    assert (alone == [each.output for each in sequences]) == (longest == 48)
+    others = tiny_backend(tmp_path, ops="native", max_model_len=304 - longest)
+    assert backend.kv.layout.model != others.kv.layout.model, "keys of one are none of the other"
 
 
 def test_logits_agree_with_the_library(cohere: TinyModel, recorded: list[Tensor]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.worker.models.fallback.attention import ADAPTED_NAME, NAME, AttentionTemperature, attended
 
@@ -57,6 +58,18 @@ def adapt(model: nn.Module, config: PretrainedConfig) -> None:
     for module in model.modules():
         if type(module).__name__ == adapter.attention:
             setattr(module, adapter.attribute, adapter.made(module, config))
+
+
+def keep_rotation(model: nn.Module, max_model_len: int) -> None:
+    """Has LongRoPE's frequencies be those for a sequence of `max_model_len` tokens. The library chooses them by the
+    furthest position of its batch, where ours has sequences of every length, whose keys stay as they were rotated."""
+    for module in model.modules():
+        own: Any = module
+        # Some take frequencies of their own making, which are always the same.
+        if getattr(own, "rope_type", None) == "longrope" and not hasattr(own, "rope_init_fn"):
+            chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](own.config, own.inv_freq.device, seq_len=max_model_len)
+            own.inv_freq.copy_(chosen)
+            own.rope_type = "kept"
 
 
 def _adapter_of(config: PretrainedConfig) -> _Adapter | None:

@@ -311,6 +311,12 @@ def _positions(text: Any) -> int:
     raise ModelError(f"the configuration says nothing of positions: one of {', '.join(_LENGTHS)} is expected")
 
 
+def turns_as_long(config: PretrainedConfig, max_model_len: int) -> bool:
+    """Whether a sequence may be longer than LongRoPE's (arXiv:2402.13753) first set of frequencies is for."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return rope.get("rope_type") == "longrope" and max_model_len > int(rope["original_max_position_embeddings"])
+
+
 def settings_digest(config: PretrainedConfig) -> str:
     """Of everything in `config` that the model computes by."""
     own = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_THE_MODEL}

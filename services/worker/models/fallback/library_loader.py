@@ -72,7 +72,7 @@ def load_library_model(settings: LoadSettings) -> LoadedModel:
         for each in stages:  # by every rank, none of which should wait for one that has ended
             library.check_own_tokens(each)
     check_weights_fit(_stage_bytes(library, settings, stage, dtype, codes), dtype, 1, settings.platform.memory().free)
-    digest = digest_of(settings, config)
+    digest = library.digest(digest_of(settings, config), length)
     media = not settings.language_model_only
     media = media and takes_images(settings.folder, settings.load_format, settings.platform, by_library=True)
     share = _rank_share(settings, TORCH_DTYPES[dtype], length, stage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from services.worker.distributed.communicator import Communicator, Pipeline
 from services.worker.distributed.torch_ranks import RankGroup
 from services.worker.models.checkpoint import NOWHERE, check_matrices, is_beside, open_checkpoint
 from services.worker.models.config import ModelError
-from services.worker.models.fallback.adapters import adapt, implementation
+from services.worker.models.fallback.adapters import adapt, implementation, keep_rotation
 from services.worker.models.fallback.cached_passes import check_cached_passes, check_positions
 from services.worker.models.fallback.image_rows.image_decoder import (
     LibraryImageDecoder,
@@ -33,6 +34,7 @@ from services.worker.models.fallback.library_config import (
     library_config,
     reads_text,
     refuse_unserved_images,
+    turns_as_long,
 )
 from services.worker.models.fallback.library_decoder import GroupLibraryDecoder, HeadPlace, LibraryDecoder, StagePlace
 from services.worker.models.fallback.library_encoder_decoder import LibraryEncoderDecoder, prepare_decoder
@@ -113,6 +115,13 @@ class LibraryModel:
         """Of a model whose images stand beside prompts; see there."""
         check_own_tokens(self._own, stage)
 
+    def digest(self, files: str, max_model_len: int) -> str:
+        """Names what is computed of `files`, on which keys and values depend: with LongRoPE, how long sequences may be,
+        too."""
+        if not turns_as_long(self._own, max_model_len):
+            return files
+        return blake2b(f"{files} long".encode(), digest_size=len(files) // 2).hexdigest()
+
     def stage_parameters(self, stage: PipelineStage) -> int:
         """Parameters of the layers of `stage`, and what it has of embedding and head. Takes no memory for weights.
         Raises ModelError where the model cannot be split so."""
@@ -131,6 +140,7 @@ class LibraryModel:
         stage, communicator, device = share.stage, share.communicator, share.device
         model, passing = self._whole_stage(stage, share.dtype, dummy=dummy)
         adapt(model, self._own)
+        keep_rotation(model, share.max_model_len)
         leave_out_towers(model, self._own, passing)
         rows = _head_rows(model, judged_by) if judged_by and stage.is_last else None
         experts = _SplitExperts.of(model, share)
