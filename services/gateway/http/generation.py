@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -19,6 +19,7 @@ from services.gateway.api.event_ids import EventId
 from services.gateway.api.fields.stored_chat import ChatToStore
 from services.gateway.api.generation import GenerationRequest, StreamOptions
 from services.gateway.api.response import (
+    ChoiceState,
     GenerationResponse,
     ResponseHeader,
     ResponseWriter,
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+FREED_AT_ONCE = 4096
+"""Positions of an echoed prompt: 5 ms where each has five tokens."""
 
 
 class StreamSettings(NamedTuple):
@@ -332,26 +335,31 @@ class GenerationEndpoint(GeneratingEndpoint):
             response = await self._table.open(generation, header, ResponseWriter(), details)
         else:
             response = self._table.open_empty(generation, header, ResponseWriter())
-        async with self._open_for(call, response):
-            answer = None
-            if searches is not None:
-                await BeamSearchRunner(self._table, generation, response, searches).run()
-            elif self._overflow is not None and (answer := await self._overflow.beside(call, self._kind, response)):
-                response.end("overflowed")
-            outcome, transfer = await response.ended, None
-            if outcome == "finished" and generation.kv_transfer.keep:
-                transfer = await response.kv_transfer_params()
-        if answer is not None and self._overflow is not None:
-            await self._overflow.relay(call, answer)
-        elif response.error is not None:
-            raise response.error
-        elif outcome == "finished":
-            body = response_body(header, response.choices, generation.response_options, response.started_at, transfer)
-            answer_body = await LazyEncoder().encode(body)
-            await call.hold_answer(len(answer_body))
-            if generation.stored is not None and not await self._store(call, generation.stored, header, answer_body):
-                answer_body = answer_body[:-1] + b',"store":false}'
-            await self._finish(call, call.respond(answer_body))
+        async with freed_in_turns(response.choices):
+            async with self._open_for(call, response):
+                answer = None
+                if searches is not None:
+                    await BeamSearchRunner(self._table, generation, response, searches).run()
+                elif self._overflow is not None and (answer := await self._overflow.beside(call, self._kind, response)):
+                    response.end("overflowed")
+                outcome, transfer = await response.ended, None
+                if outcome == "finished" and generation.kv_transfer.keep:
+                    transfer = await response.kv_transfer_params()
+            if answer is not None and self._overflow is not None:
+                await self._overflow.relay(call, answer)
+            elif response.error is not None:
+                raise response.error
+            elif outcome == "finished":
+                body = response_body(
+                    header, response.choices, generation.response_options, response.started_at, transfer
+                )
+                answer_body = await LazyEncoder().encode(body)
+                await call.hold_answer(len(answer_body))
+                if generation.stored is not None and not await self._store(
+                    call, generation.stored, header, answer_body
+                ):
+                    answer_body = answer_body[:-1] + b',"store":false}'
+                await self._finish(call, call.respond(answer_body))
 
     async def _store(self, call: Call, asked: ChatToStore, header: ResponseHeader, answer: bytes) -> bool:
         """Stores a chat; whether the database has taken it."""
@@ -386,27 +394,43 @@ class GenerationEndpoint(GeneratingEndpoint):
         )
         response = await self._table.open(generation, header, writer, details, record=record)
         response.ended.add_done_callback(lambda _: writer.wake())
-        async with self._open_for(call, response, record):
-            answer = None
-            if self._overflow is not None and record is None:
-                answer = await self._overflow.beside(call, self._kind, response)
-            if answer is not None:
-                response.end("overflowed")
-            await writer.first
-            # Until there is something to write, an error is still an error response.
-            if started := writer.waiting and answer is None:
-                await call.start(200, EVENT_STREAM, STREAM_HEADERS)
-                writer.start()
-            outcome = await response.ended
-        if answer is not None and self._overflow is not None:
-            await self._overflow.relay(call, answer)
-        elif not started and response.error is not None:
-            raise response.error
-        elif outcome in ("client too slow", "taken over"):
-            call.connection.abort()
-        elif started:
-            if generation.stored is not None and isinstance(writer, StoredStreamWriter) and outcome == "finished":
-                body = response_body(header, response.choices, generation.response_options, response.started_at)
-                await self._store(call, generation.stored, header, await LazyEncoder().encode(body))
-                writer.end(response.choices)
-            await self._finish(call, call.end())
+        async with freed_in_turns(response.choices if record is None else []):
+            async with self._open_for(call, response, record):
+                answer = None
+                if self._overflow is not None and record is None:
+                    answer = await self._overflow.beside(call, self._kind, response)
+                if answer is not None:
+                    response.end("overflowed")
+                await writer.first
+                # Until there is something to write, an error is still an error response.
+                if started := writer.waiting and answer is None:
+                    await call.start(200, EVENT_STREAM, STREAM_HEADERS)
+                    writer.start()
+                outcome = await response.ended
+            if answer is not None and self._overflow is not None:
+                await self._overflow.relay(call, answer)
+            elif not started and response.error is not None:
+                raise response.error
+            elif outcome in ("client too slow", "taken over"):
+                call.connection.abort()
+            elif started:
+                if generation.stored is not None and isinstance(writer, StoredStreamWriter) and outcome == "finished":
+                    body = response_body(header, response.choices, generation.response_options, response.started_at)
+                    await self._store(call, generation.stored, header, await LazyEncoder().encode(body))
+                    writer.end(response.choices)
+                await self._finish(call, call.end())
+
+
+@asynccontextmanager
+async def freed_in_turns(choices: Sequence[ChoiceState]) -> AsyncIterator[None]:
+    """At the end frees what was said of echoed prompts: of a million tokens at once that takes up to a second, in which
+    nobody else has a turn."""
+    try:
+        yield
+    finally:
+        for choice in choices:
+            echo = choice.encoded_echo
+            for said in (choice.prompt_logprobs, [] if echo is None else echo.entries):
+                while said:
+                    del said[-FREED_AT_ONCE:]
+                    await asyncio.sleep(0)

@@ -7,6 +7,7 @@ import json
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from services.gateway.api.encoding.lazy_json import LazyArray, LazyEncoder
@@ -23,6 +24,7 @@ from services.gateway.api.responses import written_items
 from services.gateway.api.sglang.answer import answer
 from services.gateway.api.sglang.request import SglangAnswerOptions
 from services.gateway.core.api_keys import KeyName
+from services.gateway.http import generation
 from services.gateway.http.bodies.body_budget import (
     KEY_SHARE,
     LARGE_SHARE,
@@ -185,3 +187,24 @@ async def test_one_key_has_a_share_of_what_bodies_may_hold_and_of_the_places_to_
     budget.give_back(first, 0)
     await budget.take(third, int(budget.limit * LARGE_SHARE) - 160 * kib)  # one alone may be larger than the share
     assert budget.used == int(budget.limit * LARGE_SHARE)
+
+
+async def test_what_was_said_of_an_echoed_prompt_is_freed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "FREED_AT_ONCE", 2)
+    choice, encoded = ChoiceState(0, 0), EncodedEcho(by_text, 1)
+    choice.encoded_echo = encoded
+    position = PositionLogprobs(LogprobText("a", b"a", -1.0, 1), [], 1)
+    choice.prompt_logprobs, encoded.entries = [position] * 9, [msgspec.Raw(b"{}")] * 9
+
+    async def answered() -> None:
+        async with generation.freed_in_turns([choice]):
+            raise RequestError(400, "refused")
+
+    answering, turns = asyncio.ensure_future(answered()), 0
+    while not answering.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert isinstance(answering.exception(), RequestError)
+    assert not choice.prompt_logprobs
+    assert not encoded.entries
+    assert turns >= 10
