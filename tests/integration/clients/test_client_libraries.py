@@ -3,6 +3,7 @@ missing: they are no dependencies of ours. docs/integrations.md has the versions
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -57,6 +58,87 @@ def test_langchain_chats_streams_and_calls_tools(stack: RunningStack) -> None:
     schema = {"title": "Answer", "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     shaped = chat.with_structured_output(schema, method="json_schema").invoke(QUESTION)
     assert isinstance(shaped["city"], str)
+
+
+@pytest.mark.parametrize("api", ["responses", "anthropic", "cohere", "ollama"])
+def test_langchain_speaks_every_api(stack: RunningStack, api: str) -> None:
+    chat = langchain_chat(stack, api)
+    answer = chat.invoke(QUESTION)
+    assert "Paris" in answer.text
+    assert "".join(chunk.text for chunk in chat.stream(QUESTION)) == answer.text
+    assert "Rome" in chat.invoke([("user", QUESTION), answer, ("user", "What is the capital of Italy?")]).text
+    schema = {"title": "Answer", "description": "One.", "type": "object", "properties": {"city": {"type": "string"}}}
+    shaped = chat.with_structured_output(schema | {"required": ["city"]}).invoke(QUESTION)
+    assert isinstance(shaped["city"], str)
+
+
+def langchain_chat(stack: RunningStack, api: str) -> Any:
+    if api == "responses":
+        openai = pytest.importorskip("langchain_openai")
+        more: dict[str, Any] = {"use_responses_api": True, "reasoning": {"effort": "none", "summary": "auto"}}
+        return openai.ChatOpenAI(base_url=f"{stack.url}/v1", api_key=KEY, model=stack.model, temperature=0, **more)
+    if api == "anthropic":
+        anthropic = pytest.importorskip("langchain_anthropic")
+        return anthropic.ChatAnthropic(
+            base_url=stack.url, api_key=KEY, model=stack.model, temperature=0, max_tokens=128
+        )
+    if api == "cohere":
+        cohere = pytest.importorskip("langchain_cohere")
+        return cohere.ChatCohere(base_url=stack.url, cohere_api_key=KEY, model=stack.model, temperature=0)
+    ollama = pytest.importorskip("langchain_ollama")
+    headers = {"headers": {"Authorization": f"Bearer {KEY}"}}
+    return ollama.ChatOllama(base_url=stack.url, model=stack.model, temperature=0, client_kwargs=headers)
+
+
+@needs("agents")
+def test_openais_agents_call_tools_and_keep_conversations(stack: RunningStack) -> None:
+    import agents
+    from openai import AsyncOpenAI
+
+    @agents.function_tool
+    def get_weather(city: str) -> str:
+        """The weather in a city."""
+        return f"sunny in {city}"
+
+    async def run() -> None:
+        async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key=KEY, max_retries=0) as client:
+            model = agents.OpenAIResponsesModel(model=stack.model, openai_client=client)
+            settings = agents.ModelSettings(temperature=0, max_tokens=128)
+            agent = agents.Agent(name="Baton", model=model, model_settings=settings)
+            session = agents.OpenAIConversationsSession(openai_client=client)
+            for question, city in ((QUESTION, "Paris"), ("What is the capital of Italy?", "Rome")):
+                answer = await agents.Runner.run(agent, question, session=session)
+                assert city in answer.final_output
+            forced = agents.ModelSettings(temperature=0, max_tokens=128, tool_choice="required")
+            caller = agents.Agent(name="Caller", model=model, tools=[get_weather], model_settings=forced)
+            called = await agents.Runner.run(caller, "What is the weather in Oslo?", max_turns=2)
+            [output] = [each.output for each in called.new_items if each.type == "tool_call_output_item"]
+            assert output.startswith("sunny in ")
+
+    agents.set_tracing_disabled(True)
+    asyncio.run(run())
+
+
+@needs("pydantic_ai")
+@pytest.mark.parametrize("api", ["OpenAIChatModel", "OpenAIResponsesModel"])
+def test_pydantic_ai_chats_and_shapes_its_output(stack: RunningStack, api: str) -> None:
+    import pydantic_ai
+    from pydantic import BaseModel
+    from pydantic_ai.models import openai
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    class Answer(BaseModel):
+        city: str
+
+    model = getattr(openai, api)(stack.model, provider=OpenAIProvider(base_url=f"{stack.url}/v1", api_key=KEY))
+    settings: Any = {"temperature": 0.0, "max_tokens": 256}
+    agent = pydantic_ai.Agent(model, model_settings=settings)
+    first = agent.run_sync(QUESTION)
+    assert "Paris" in first.output
+    history = first.all_messages()
+    assert "Rome" in agent.run_sync("What is the capital of Italy?", message_history=history).output
+    shaped = pydantic_ai.Agent(model, output_type=Answer, model_settings=settings, retries=0).run_sync(QUESTION)
+    assert isinstance(shaped.output.city, str)
 
 
 @needs("litellm")
