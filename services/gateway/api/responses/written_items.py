@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 from msgspec import Struct
@@ -74,4 +74,9 @@ def joined(*arrays: bytes) -> bytes:
 
 def prompt_items(items: bytes) -> list[dict[str, Any]]:
     """Returns of the items of a JSON array that was stored what makes the prompt."""
-    return cast("list[dict[str, Any]]", _read.decode(items))
+    read: list[dict[str, Any]]
+    try:
+        read = _read.decode(items)
+    except msgspec.ValidationError:  # what no prompt has may be anything: a summary of a call, say
+        read = msgspec.json.decode(items)
+    return read

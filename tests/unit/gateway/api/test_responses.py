@@ -79,6 +79,18 @@ def test_items_add_tools_and_replace_those_of_a_name() -> None:
     assert prompt(read(tools=[OFFLINE]).generation).tools is None, "what is left of Codex's search is nothing"
 
 
+def test_stored_items_are_read_for_the_prompt_and_kept_as_they_were() -> None:
+    part = {"type": "output_text", "text": "one", "logprobs": [{"token": "one"}]}
+    said = {"type": "message", "role": "assistant", "content": [part], "phase": "final_answer"}
+    for odd in ({}, {"type": "reasoning", "content": {}, "summary": False}, call(1) | {"output": {"a": 1}}):
+        history = msgspec.json.encode([said, *([odd] if odd else [])])
+        later = read_responses(b'{"input": "two"}', [CARD], RequestLimits(), lambda _: THINKS, history)
+        assert isinstance(later, ResponseRequest)
+        assert msgspec.json.decode(later.items)[:-1] == msgspec.json.decode(history)
+        first, *_, last = msgspec.json.decode(prompt(later.generation).messages)
+        assert (first["content"], last["content"]) == ("one", "two")
+
+
 def test_what_codex_says_of_itself_changes_nothing() -> None:
     said = read(client_metadata={"session_id": "x"}, reasoning={"summary": "auto"})
     assert (prompt(said.generation), said.echoed) == (prompt(read().generation), read().echoed)
