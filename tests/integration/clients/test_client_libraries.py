@@ -95,7 +95,6 @@ def test_openais_agents_call_tools_and_keep_conversations(stack: RunningStack) -
     import agents
     from openai import AsyncOpenAI
 
-    @agents.function_tool
     def get_weather(city: str) -> str:
         """The weather in a city."""
         return f"sunny in {city}"
@@ -110,7 +109,9 @@ def test_openais_agents_call_tools_and_keep_conversations(stack: RunningStack) -
                 answer = await agents.Runner.run(agent, question, session=session)
                 assert city in answer.final_output
             forced = agents.ModelSettings(temperature=0, max_tokens=128, tool_choice="required")
-            caller = agents.Agent(name="Caller", model=model, tools=[get_weather], model_settings=forced)
+            caller = agents.Agent(
+                name="Caller", model=model, tools=[agents.function_tool(get_weather)], model_settings=forced
+            )
             called = await agents.Runner.run(caller, "What is the weather in Oslo?", max_turns=2)
             [output] = [each.output for each in called.new_items if each.type == "tool_call_output_item"]
             assert output.startswith("sunny in ")

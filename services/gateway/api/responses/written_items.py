@@ -52,7 +52,7 @@ class _ReadItem(TypedDict, total=False):
 
 _written = msgspec.json.Decoder(list[msgspec.Raw])
 _named = msgspec.json.Decoder(_Named)
-_read = msgspec.json.Decoder(list[_ReadItem])
+_read: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[_ReadItem])
 
 
 async def written_items(items: bytes) -> list[WrittenItem]:
