@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.encoder.image_decoder import DecodedFrames
 from services.encoder.image_process import DecodedImage
-from services.encoder.processors.frame_patches import FramePatches, SoftFrames, SquareFrames
+from services.encoder.processors.frame_patches import CanvasFrames, FramePatches, SoftFrames, SquareFrames
 from services.encoder.processors.image_processor import ImageProcessor, PreparedImage
 from services.encoder.processors.own_processors import OWN_PROCESSORS
 from shared.messages.generation import EMBEDDING_BYTES, MAX_MEDIA_BYTES, EmbeddingDtype, ImageGrid, PromptEmbeds
@@ -98,11 +98,13 @@ class ImageTower:
         """Patches that a row is made of, on each side; of models whose images have one size 1."""
         self._has_axes = hasattr(self._processor, "temporal_patch_size") and config.model_type not in _ONE_AXIS
         """Whether positions of rows have three axes."""
-        self._frames: FramePatches | SquareFrames | SoftFrames | None
+        self._frames: FramePatches | CanvasFrames | SquareFrames | SoftFrames | None
         given = (self._folder, config, self._processor, self._max_rows)
         self._frames = SquareFrames.of_model(*given) or SoftFrames.of_model(*given)
         if hasattr(self._processor, "merge_size"):
-            self._frames = FramePatches.of_model(self._folder, self._processor, self._max_rows, max_pixels)
+            bounds = self._max_rows, max_pixels
+            self._frames = CanvasFrames.of_model(self._folder, config, self._processor, *bounds)
+            self._frames = self._frames or FramePatches.of_model(self._folder, self._processor, *bounds)
             counted = self._processor.temporal_patch_size if config.model_type in _COUNT_FRAMES else 1
             if hasattr(self._processor, "max_image_tokens"):
                 self._bound_rows(max_pixels)

@@ -14,8 +14,11 @@ from services.tokenizer.core.chat_template import (
     IMAGE_ROW,
     IMAGE_TOKEN,
     IMAGE_TOKENS,
+    OF_VIDEOS,
     SOUND_TOKEN,
     VIDEO_FRAME,
+    VIDEO_INTRO,
+    VIDEO_OUTRO,
     VIDEO_TOKENS,
     ChatTemplates,
     score_template,
@@ -37,7 +40,6 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
     """The encoder for the model in `folder`. Raises TokenizerUnusable."""
     files = load_tokenizer(folder)
     sources = read_templates(files, config.template_file())
-    templates = ChatTemplates(sources, config.content_format())
     tokens, image = files.special_tokens, read_image_model(folder)
     if image is not None:
         shown, how = read_video_tokens(folder), read_video_model(folder)
@@ -46,7 +48,10 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
         if shown is not None and how is not None:
             around = (shown.start, shown.end) if how.timed else ()
             named += zip(VIDEO_TOKENS, (shown.video, shown.row, *around), strict=False)
-            tokens |= {VIDEO_FRAME: shown.frame} if how.timed else {}
+            written = {VIDEO_FRAME: shown.frame, VIDEO_INTRO: shown.intro, VIDEO_OUTRO: shown.outro}
+            tokens |= written if how.timed else {}
+            if shown.template is not None and config.template_file() is None:
+                sources = {**sources, OF_VIDEOS: shown.template}
         known = files.tokenizer.id_to_token
         found = {key: known(each) if isinstance(each, int) else each for key, each in named}
         tokens |= {key: name for key, name in found.items() if name is not None}
@@ -56,6 +61,7 @@ def load(config: TokenizerConfig, folder: Path) -> PromptEncoder:
         tokens |= {} if image.numbered is None else {IMAGE_NUMBERED: image.numbered}
         tokens |= {} if image.bounded is None else {IMAGE_BOUND: image.bounded}
         tokens |= {} if image.followed is None else {IMAGE_FOLLOWED: image.followed}
+    templates = ChatTemplates(sources, config.content_format())
     pairs = None if config.score_template is None else score_template(read_template(config.score_template))
     info = tokenizer_info(files, sources.get("default"))
     return PromptEncoder(Vocabulary(files), templates, tokens, config.block_size, pairs, info, config.infill_template)

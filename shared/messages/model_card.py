@@ -52,11 +52,12 @@ class PoolingCard(Struct, frozen=True, array_like=True, kw_only=True):
         return "labels" if self.labels else "embeddings"
 
 
-FrameSampling = Literal["steps", "ends", "seconds", "paces", "shares", "middles"]
+FrameSampling = Literal["steps", "ends", "seconds", "paces", "shares", "middles", "pace", "inner"]
 """Which frames of a video are looked at. steps: an even number of them, equally far from each other, from the first on.
 ends: those from the first to the last one. seconds: so many of each second. paces: fewer of each second of a longer one
 (GLM-4.6V). shares: all of a short one, of a longer one as many, equally far from each other. middles: the same, each in
-the middle of its share (InternVL)."""
+the middle of its share (InternVL). pace: as paces, but as many of each second however long it is (GLM-5-Next). inner:
+those from the first to the last one, of a long video without its first and last second (SmolVLM)."""
 
 
 class LoraCard(Struct, frozen=True, array_like=True, kw_only=True):

@@ -31,6 +31,8 @@ class VideoParts(Struct, frozen=True, array_like=True):
     """Which of `ChatPrompt.embeds` they are, in the order of time."""
     times: tuple[float, ...]
     """Seconds from its beginning to each of these."""
+    seconds: float = 0.0
+    """That it lasts."""
 
 
 class ChatPrompt(Struct, frozen=True, array_like=True, tag="chat", kw_only=True):

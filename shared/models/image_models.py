@@ -43,7 +43,8 @@ AYA_VISION = "AyaVisionForConditionalGeneration"
 COHERE2_VISION = "Cohere2VisionForConditionalGeneration"
 PHI4_MULTIMODAL = "Phi4MultimodalForCausalLM"
 INTERNVL = "InternVLForConditionalGeneration"
-TILED = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration", INTERNVL)
+SMOL_VLM = "SmolVLMForConditionalGeneration"
+TILED = ("Idefics3ForConditionalGeneration", SMOL_VLM, INTERNVL)
 """Those that cut an image into tiles, each of which the tower sees alone."""
 KIMI_K2_5 = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 """As published files have it, and as `transformers` writes it."""

@@ -15,6 +15,7 @@ from shared.models.image_models import (
     GLM4V,
     GLM4V_MOE,
     GLM46V,
+    GLM_5_NEXT,
     GLM_OCR,
     INTERNVL,
     LFM3_VL,
@@ -23,6 +24,7 @@ from shared.models.image_models import (
     QWEN3_5,
     QWEN3_OMNI,
     QWEN_OMNI,
+    SMOL_VLM,
     known_config,
     read_image_model,
 )
@@ -33,17 +35,28 @@ _QWEN2_5 = "Qwen2_5_VLForConditionalGeneration"
 _QWEN3 = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", *QWEN3_5)
 _PACED = (GLM46V, GLM_OCR)
 _FEW_FRAMES = (INTERNVL, LLAVA_NEXT_VIDEO)
-_GLM = (GLM4V, GLM4V_MOE, *_PACED)
+_GLM = (GLM4V, GLM4V_MOE, *_PACED, GLM_5_NEXT)
 _QWEN_FRAME = "<{time:.1f} seconds>{rows}"
 _LFM_FRAME = "<{time:.1f} seconds><|vision_start|>{rows}<|vision_end|>"
 """What its templates write around a video stays, unlike Qwen's: frames have marks of their own."""
 _INTERN_FRAME = "\nFrame{number}: <img>{rows}</img>"
+_SMOL_INTRO = "You are provided the following series of {count} frames from a {lasts} [H:MM:SS] video.\n"
+_SMOL_FRAME = "\nFrame from {clock}:<fake_token_around_image><global-img>{rows}<fake_token_around_image>"
+_SMOL_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}{% if message['content'] is string %}"
+    "{{': ' + message['content']}}{% else %}{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}"
+    "{% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% elif line['type'] == 'video' %}{{ '<video>' }}{% endif %}"
+    "{% endfor %}{% endif %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""That of the library's processor for chats with videos, which published templates leave out."""
 _GEMMA_FRAME = " {clock} {rows}"
 _GLM_FRAMES = {
     GLM4V: "{rows}{second}",
     GLM4V_MOE: "{rows}{second}",
-    **dict.fromkeys(_PACED, "{rows}{time:.1f} seconds"),
+    **dict.fromkeys((*_PACED, GLM_5_NEXT), "{rows}{time:.1f} seconds"),
 }
+_GLM_STARTS = {GLM_OCR: 59_256, GLM_5_NEXT: 154_830}
 _VIDEOS = {LFM3_VL: (125_029, _LFM_FRAME), EXAONE_4_5: (68, "{rows}"), LLAVA_NEXT_VIDEO: (32_000, "{rows}")}
 """The token of a video where no file says, and what is written for frames."""
 _GLM_SECONDS = 300.0
@@ -69,6 +82,12 @@ class VideoTokens(Struct, frozen=True):
     """What is written for frames that become rows together: of these `rows`, their `number` in the video, from 1 on,
     their `time`, its whole `second`, and the time by a `clock` (minutes and seconds). White space that comes first is
     left out before a video's first frame."""
+    intro: str = ""
+    """What is written before the first frame: the `count` of frames in words, and how long the video `lasts`."""
+    outro: str = ""
+    """What is written behind the last one."""
+    template: str | None = None
+    """Of chats with videos, whatever the files have for others; None: the same."""
 
 
 class FrameSize(Struct, frozen=True):
@@ -111,6 +130,11 @@ class _RawModel(Struct):
     vision_config: _RawVision = field(default_factory=_RawVision)
 
 
+class _RawVideoSampling(Struct):
+    fps: float
+    max_frames: int
+
+
 class _RawProcessor(Struct):
     fps: float | None = None
     min_frames: int | None = None
@@ -120,6 +144,8 @@ class _RawProcessor(Struct):
     size: _RawSize | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
+    video_sampling: _RawVideoSampling | None = None
+    """SmolVLM's, which goes before its other words for the same."""
 
 
 def read_video_model(folder: Path) -> VideoModel | None:
@@ -140,6 +166,22 @@ def read_video_model(folder: Path) -> VideoModel | None:
         most = _bounded(processor.num_frames or _FEW)
         sampling: FrameSampling = "middles" if INTERNVL in named else "shares"
         return VideoModel(max_frames=most, sampling=sampling, together=1, timed=INTERNVL in named, stamp="first")
+    if SMOL_VLM in named:
+        own = processor.video_sampling or _RawVideoSampling(
+            processor.fps or 1.0, _said(processor.num_frames, MAX_FRAMES)
+        )
+        return VideoModel(
+            fps=own.fps,
+            max_frames=_bounded(own.max_frames),
+            sampling="inner",
+            together=1,
+            timed=True,
+            stamp="first",
+        )
+    if GLM_5_NEXT in named:
+        lasts, most = processor.max_duration or 0, _said(processor.max_frames, MAX_FRAMES)
+        most = _bounded(min(most, lasts * fps) if lasts > 0 else most)
+        return VideoModel(fps=fps, max_frames=most, sampling="pace", timed=True, stamp="first")
     if _is(named, _PACED):
         return VideoModel(sampling="paces", timed=True, stamp="first")
     if _is(named, _GLM):
@@ -169,13 +211,16 @@ def read_video_tokens(folder: Path) -> VideoTokens | None:
         assert images is not None, "they take images, too"
         first = images.token_id
         video = first + 1 if raw.video_token_id is None else raw.video_token_id
-        own = 59_256 if GLM_OCR in named else 151_339
+        own = next((token for each, token in _GLM_STARTS.items() if each in named), 151_339)
         around = _said(raw.image_start_token_id, own), _said(raw.image_end_token_id, own + 1)
         return VideoTokens(video, first, *around, frame)
     if INTERNVL in named:
         images = read_image_model(folder)
         row = 151_667 if images is None else images.token_id
         return VideoTokens("<video>", row, None, None, _INTERN_FRAME)
+    if SMOL_VLM in named:
+        row = 49_190 if (images := read_image_model(folder)) is None else images.token_id
+        return VideoTokens("<video>", row, None, None, _SMOL_FRAME, _SMOL_INTRO, "\n\n", _SMOL_TEMPLATE)
     if _is(named, tuple(_VIDEOS)):
         default, frame = _VIDEOS[next(each for each in named if each in _VIDEOS)]
         video = _said(raw.video_token_id, _said(raw.video_token_index, default))
@@ -211,7 +256,7 @@ def _read_model(folder: Path) -> _RawModel | None:
     raw = known_config(folder, _RawModel)
     if raw is None:
         return None
-    if _is(raw.architectures, (*_GLM, LLAVA_ONEVISION, *GEMMA4, *QWEN_OMNI, *_VIDEOS, INTERNVL)):
+    if _is(raw.architectures, (*_GLM, LLAVA_ONEVISION, *GEMMA4, *QWEN_OMNI, *_VIDEOS, INTERNVL, SMOL_VLM)):
         return raw
     return raw if _is(raw.architectures, (_QWEN2, _QWEN2_5, *_QWEN3)) and raw.video_token_id is not None else None
 

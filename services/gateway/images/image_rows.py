@@ -170,10 +170,11 @@ def _images(generation: GenerationRequest) -> int:
 def _with_rows(prompt: ChatPrompt, media: tuple[MediaSource, ...], found: list[MediaEmbeds]) -> ChatPrompt:
     """Further rows of a video have places behind all others. Raises RequestError 400 where they do not go together."""
     embeds, videos = list(prompt.embeds), list[VideoParts]()
-    for source, (rows, times) in zip(media, found, strict=True):
+    for source, (rows, times, seconds) in zip(media, found, strict=True):
         embeds[source.number] = rows[0]
         if source.kind == VIDEO:
-            videos.append(VideoParts((source.number, *range(len(embeds), len(embeds) + len(rows) - 1)), times))
+            parts = (source.number, *range(len(embeds), len(embeds) + len(rows) - 1))
+            videos.append(VideoParts(parts, times, seconds))
             embeds += rows[1:]
     field, types = media[-1].field, sorted({each.dtype for each in embeds})
     own = found[0].rows[0]
@@ -181,7 +182,7 @@ def _with_rows(prompt: ChatPrompt, media: tuple[MediaSource, ...], found: list[M
         raise invalid(field, f"images have rows of {own.dtype}; parts of type prompt_embeds with others are not")
     if len({each.size for each in embeds}) > 1:
         raise invalid(field, f"images of this model have rows of {own.size}; parts of type prompt_embeds do not")
-    sizes = [sum(each.count * each.row_bytes for each in rows) for rows, _ in found]
+    sizes = [sum(each.count * each.row_bytes for each in own.rows) for own in found]
     if sum(sizes) > MAX_MEDIA_BYTES:
         most = f"{MAX_MEDIA_BYTES} are; this {media[-1].kind.noun} alone has {sizes[-1]}"
         raise invalid(field, f"{sum(sizes)} bytes of images' and videos' rows are not allowed in one chat; {most}")

@@ -12,6 +12,8 @@ _PACES = ((30, 3.0), (300, 1.0), (math.inf, 0.5))
 """GLM-4.6V's: seconds that a video lasts at most, and pairs of frames that are looked at of each then."""
 _PACED_S = 2400.0
 """Seconds beyond which a video gets no further frames."""
+_SKIPPED_S = 1
+"""Seconds at both ends of a long one (SmolVLM)."""
 
 
 def frame_numbers(total: int, rate: float, how: VideoModel) -> list[int]:
@@ -53,8 +55,17 @@ def _by_paces(total: int, rate: float, how: VideoModel) -> list[int]:
     """GLM-4.6V's."""
     seconds = total / rate
     lasts = min(seconds, _PACED_S)
-    pace = how.together * next(pace for most, pace in _PACES if lasts <= most)
-    count = min(int(lasts * pace), how.max_frames)
+    return _at_pace(total, rate, how.together * next(pace for most, pace in _PACES if lasts <= most), lasts, how)
+
+
+def _by_pace(total: int, rate: float, how: VideoModel) -> list[int]:
+    """GLM-5-Next's, whose `max_duration` is as long as `max_frames` last."""
+    return _at_pace(total, rate, how.fps, total / rate, how)
+
+
+def _at_pace(total: int, rate: float, pace: float, lasts: float, how: VideoModel) -> list[int]:
+    """`pace`: of each second. `lasts`: seconds of which as many count."""
+    seconds, count = total / rate, min(int(lasts * pace), how.max_frames)
     if total < count:
         return _even_many(range(total))
     numbers, wanted = list[int](), 0.0
@@ -69,6 +80,17 @@ def _by_paces(total: int, rate: float, how: VideoModel) -> list[int]:
     elif len(numbers) > count:
         numbers = [int(each) for each in _spread(0, total - 1, count)]
     return _even_many(numbers or [0])
+
+
+def _by_inner(total: int, rate: float, how: VideoModel) -> list[int]:
+    """SmolVLM's."""
+    seconds, first, last = total / rate, 0, total - 1
+    if seconds - 2 * _SKIPPED_S > how.max_frames * how.fps:
+        first, last = int(_SKIPPED_S * rate), min(int(total - _SKIPPED_S * rate), last)
+    if first >= last:
+        first, last = 0, total - 1
+    count = max(min(round(how.fps * seconds), how.max_frames), 1)
+    return sorted({int(each) for each in _spread(first, last, count)})
 
 
 def _by_shares(total: int, rate: float, how: VideoModel) -> list[int]:
@@ -104,4 +126,6 @@ _SAMPLINGS: dict[FrameSampling, Callable[[int, float, VideoModel], list[int]]] =
     "paces": _by_paces,
     "shares": _by_shares,
     "middles": _by_middles,
+    "pace": _by_pace,
+    "inner": _by_inner,
 }

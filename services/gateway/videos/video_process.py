@@ -59,6 +59,8 @@ class VideoShape(Struct, frozen=True, array_like=True, tag=True):
     """Seconds from the beginning to each frame that is looked at."""
     seconds_of_two: float
     """Between every second one of these."""
+    seconds: float
+    """That the video lasts."""
 
 
 class DecodedGroup(Struct, frozen=True, array_like=True, tag=True):
@@ -114,14 +116,13 @@ def _groups(av: Any, file: bytes, how: VideoModel) -> Iterator[VideoReply]:
         stream.codec_context.thread_count = 1
         index = _index(container, stream)
         numbers = frame_numbers(len(index.times), index.rate, how)
-        seconds = tuple(number / index.rate for number in numbers)
+        times, seconds = tuple(number / index.rate for number in numbers), len(index.times) / index.rate
         frames = _frames(container, stream, index, [index.times[number] for number in numbers])
         size, held, pixels = None, list[bytes](), b""
         for frame in frames:
             if size is None:
                 size = _size(*_turned_size(frame))
-                two = 2 * len(index.times) / index.rate / len(numbers)
-                yield VideoShape(*size, seconds, two)
+                yield VideoShape(*size, times, 2 * seconds / len(numbers), seconds)
             pixels = _pixels(av, frame, size)
             held.append(pixels)
             if len(held) == how.together:

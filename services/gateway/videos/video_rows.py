@@ -28,6 +28,8 @@ class MediaEmbeds(NamedTuple):
     """Of an image one; of a video those of the frames that become rows together."""
     times: tuple[float, ...] = ()
     """Seconds from a video's beginning to each of these."""
+    seconds: float = 0.0
+    """That a video lasts."""
 
 
 async def video_embeds(
@@ -65,7 +67,7 @@ async def video_embeds(
         each if offset is None or not any(each.grids) else replace(each, offsets=(offset,))
         for each, offset in zip(found, offsets, strict=True)
     ]
-    return MediaEmbeds(rows, group_times(shape.times, how))
+    return MediaEmbeds(rows, group_times(shape.times, how), shape.seconds)
 
 
 def _check_length(shape: VideoShape, field: str, how: VideoModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 
 from msgspec.structs import replace
 
@@ -18,6 +19,8 @@ from services.tokenizer.core.chat_template import (
     SOUND_TOKEN,
     VIDEO_END,
     VIDEO_FRAME,
+    VIDEO_INTRO,
+    VIDEO_OUTRO,
     VIDEO_ROW,
     VIDEO_START,
     VIDEO_TOKEN,
@@ -26,6 +29,21 @@ from services.tokenizer.core.refusal import PromptRefused
 from services.tokenizer.core.vocabulary import PLACEHOLDER
 from shared.messages.generation import FrameOffset, ImageGrid, MediaRows, PromptEmbeds
 from shared.messages.tokenizer import ChatPrompt, VideoParts, embeds_placeholder
+
+_UP_TO_19 = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+def in_words(number: int) -> str:
+    """In English, of 0 to 99, which are more than a video has frames."""
+    if number < len(_UP_TO_19):
+        return _UP_TO_19[number]
+    tens, ones = divmod(number, 10)
+    return _TENS[tens - 2] + (f"-{_UP_TO_19[ones]}" if ones else "")
+
 
 _NUMBERED = re.escape(embeds_placeholder(0)).replace("0", r"(?P<number>\d{1,9})")
 
@@ -43,6 +61,7 @@ class ChatParts:
         self._shown = "images" if SOUND_TOKEN in special_tokens else "images or sounds"
         self._video = special_tokens.get(VIDEO_TOKEN, "")
         self._row, self._frame = special_tokens.get(VIDEO_ROW, self._video), special_tokens.get(VIDEO_FRAME)
+        self._intro, self._outro = special_tokens.get(VIDEO_INTRO, ""), special_tokens.get(VIDEO_OUTRO, "")
         self._around = special_tokens.get(VIDEO_START, ""), special_tokens.get(VIDEO_END, "")
 
     def tokens(self, chat: ChatPrompt) -> list[str]:
@@ -81,7 +100,7 @@ class ChatParts:
                 return found[0]
             video = next(videos, VideoParts((-1,), (0.0,)))
             order.extend(video.parts)
-            return "".join(self._frames(video)).lstrip(" \n")
+            return (self._introduction(video) + "".join(self._frames(video))).lstrip(" \n") + self._outro
 
         placed = self._pattern(chat).sub(stands_for, text)
         if sorted(order) != list(range(len(chat.embeds))):
@@ -103,6 +122,11 @@ class ChatParts:
             start, end = (f"(?:{re.escape(each)})?" if each else "" for each in self._around)
             marks.append(f"(?P<video>{start}{re.escape(self._video)}{end})")
         return re.compile("|".join(marks))
+
+    def _introduction(self, video: VideoParts) -> str:
+        if not self._intro:
+            return ""
+        return self._intro.format(count=in_words(len(video.times)), lasts=timedelta(seconds=int(video.seconds)))
 
     def _frames(self, video: VideoParts) -> Iterator[str]:
         start, end = self._around

@@ -54,6 +54,10 @@ VIDEO_TOKENS = (VIDEO_TOKEN, VIDEO_ROW, VIDEO_START, VIDEO_END) = (
 between them."""
 VIDEO_FRAME = "video_frame"
 """Under this name what is written for each of these, as in `VideoTokens.frame`."""
+VIDEO_INTRO, VIDEO_OUTRO = "video_intro", "video_outro"
+"""Under these names what stands before the first of them, and behind the last, as in `VideoTokens`."""
+OF_VIDEOS = "videos"
+"""The name of the template of chats with videos, where there is one of their own."""
 MEDIA_PARTS = ("image", "video", "audio")
 """Types of parts that a gateway has put in place of what the client sent."""
 
@@ -199,10 +203,13 @@ class ChatTemplates:
             raise TokenizerUnusable(f"the model's {error.message}") from None
         self.dialect = dialect_of(sources)
 
-    def choose(self, name: str | None, *, tools: bool) -> ChatTemplate | None:
-        """The template of that name, or the model's default. None where `name` is no name but a template's text."""
+    def choose(self, name: str | None, *, tools: bool, videos: bool = False) -> ChatTemplate | None:
+        """The template of that name, or the model's default. None where `name` is no name but a template's text.
+        `videos`: whether the chat has any."""
         if name is not None:
             return self._by_name.get(name)
+        if videos and OF_VIDEOS in self._by_name:
+            return self._by_name[OF_VIDEOS]
         if tools and "tool_use" in self._by_name:
             return self._by_name["tool_use"]
         if "default" in self._by_name:

@@ -263,7 +263,8 @@ class PromptEncoder:
                 assert_never(prompt)
 
     def _chat_text(self, prompt: ChatPrompt) -> str:
-        template = self._templates.choose(prompt.template, tools=prompt.tools is not None)
+        tools, videos = prompt.tools is not None, bool(prompt.videos)
+        template = self._templates.choose(prompt.template, tools=tools, videos=videos)
         if template is None:
             raise PromptRefused("chat_template", "chat_template: not rendered")
         return template.render(prompt, self.special_tokens)

@@ -33,7 +33,7 @@ def make_model(folder: Path, kind: str) -> ImageModel:
     if kind.startswith("gemma4"):
         sizes: dict[str, Gemma4Kind] = {"gemma4-large": "large", "gemma4-unified": "unified"}
         return make_gemma4_model(folder, sizes.get(kind, "small"))
-    if kind == "internvl":
+    if kind in ("internvl", "smolvlm"):
         return make_tile_model(folder, kind)
     if kind in IMAGE_KINDS:
         return IMAGE_KINDS[kind](folder)
@@ -59,6 +59,8 @@ def make_model(folder: Path, kind: str) -> ImageModel:
         "llava-next-video",
         "exaone4.5",
         "lfm3",
+        "smolvlm",
+        "glm-5-next",
     ],
 )
 def test_chats_with_videos_say_what_the_library_says(tmp_path: Path, kind: str) -> None:

@@ -3,6 +3,7 @@ of the same weights."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ import transformers
 from transformers import (
     AutoTokenizer,
     Glm5NextImageProcessorPil,
+    Glm5NextProcessor,
     PixtralImageProcessorPil,
     ProcessorMixin,
     Qwen2VLImageProcessorPil,
@@ -122,6 +124,9 @@ def make_newest_model(folder: Path, kind: NewestKind, seed: int = 0, **different
     images = _images(kind)
     images.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if kind == "glm-5-next":
+        rows = {"min_image_tokens": 8, "max_image_tokens": 20}
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(rows))
     return _model(kind, folder, reference, images, tokenizer)
 
 
@@ -148,8 +153,20 @@ def _model(kind: NewestKind, folder: Path, reference: Any, images: Any, tokenize
         squares = {"patch_size": {"height": SIDE, "width": SIDE}}
         return ImageModel(folder, reference, processor, squares)
     if kind == "glm-5-next":
-        return ImageModel(folder, reference, tiny_glm_vl._Processor(images, tokenizer, chat_template=template))
+        return ImageModel(folder, reference, _Glm(images, tokenizer, chat_template=template))
     return ImageModel(folder, reference, _minimax(images, tokenizer, template))
+
+
+class _Glm(Glm5NextProcessor):
+    """Without the processor of videos, which asks for torchvision."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any, **more: Any) -> None:
+        super().__init__(image_processor, tokenizer, None, **more)
+
+    def create_mm_token_type_ids(self, input_ids: Any) -> list[list[int]]:
+        """As the library's, which makes arrays of tensors in a way that NumPy warns of."""
+        kinds: list[list[int]] = super().create_mm_token_type_ids(torch.as_tensor(input_ids).tolist())
+        return kinds
 
 
 def _minimax(images: Any, tokenizer: Any, template: str) -> Any:

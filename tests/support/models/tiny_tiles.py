@@ -3,6 +3,7 @@ weights."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -60,7 +61,7 @@ class _SmolVLM(SmolVLMProcessor):
     video_processor = SimpleNamespace(num_frames=1, fps=1)
 
     def __init__(self, image_processor: Any, tokenizer: Any, **more: Any) -> None:
-        vars(processing_smolvlm).update(num2words=str)  # of videos alone
+        vars(processing_smolvlm).update(num2words={4: "four"}.__getitem__)  # of a package that is not installed
         super().__init__(image_processor, tokenizer, None, **more)
 
 
@@ -108,6 +109,9 @@ def _idefics(folder: Path, kind: TileKind) -> ImageModel:
     processors: Any = _SmolVLM if smol else Idefics3Processor
     processor = processors(images, tokenizer, image_seq_len=4, chat_template=IDEFICS)
     _save(folder, processor, images, tokenizer)
+    if smol:
+        sampled = {"fps": 3, "max_frames": 4, "video_size": {"longest_edge": 2 * SIDE}}
+        (folder / "video_preprocessor_config.json").write_text(json.dumps({"video_sampling": sampled}))
     return ImageModel(folder, reference, processor)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 import struct
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import av
@@ -32,7 +34,9 @@ from shared.models.video_models import read_frame_size, read_video_model
 from tests.support.models.tiny_gemma4 import GemmaVideos
 from tests.support.models.tiny_images import ImageModel, logits_behind
 from tests.support.models.tiny_qwen_vl import END, MERGED, PATCH, SIDE, START
+from tests.support.models.torchvision_stub import import_without_torchvision
 
+_GLM_5_NEXT = "transformers.models.glm5_next.video_processing_glm5_next"
 VIDEO_PAD = "<|video_pad|>"
 Frames = NDArray[np.uint8]
 UPRIGHT = (0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)
@@ -101,14 +105,19 @@ class _VideoProcessor:
     merge_size, temporal_patch_size = MERGED, 2
     model_input_names = ("pixel_values_videos", "video_grid_thw")
 
-    def __init__(self, made: list[_Prepared]) -> None:
-        self._made = made
+    def __init__(self, made: list[_Prepared], name: str = "pixel_values_videos") -> None:
+        """`name`: of the pixels of frames that are no patches."""
+        self._made, self._name = made, name
 
     def __call__(self, videos: Any, **settings: Any) -> dict[str, Any]:
         """What it made of videos, one after the other."""
+        seen = [
+            VideoMetadata(0, fps=1.0, frames_indices=cast("Any", list(each.shape.times)), duration=each.shape.seconds)
+            for each in self._made
+        ]
         if not self._made[0].grid:
-            return {"pixel_values_videos": torch.stack([each.patches for each in self._made])}
-        seen = [VideoMetadata(0, fps=1.0, frames_indices=cast("Any", list(each.shape.times))) for each in self._made]
+            patches = [each.patches for each in self._made]
+            return {self._name: torch.stack(patches), "video_metadata": seen}
         return {
             "pixel_values_videos": torch.cat([each.patches for each in self._made]),
             "video_grid_thw": torch.tensor([each.grid for each in self._made]),
@@ -157,8 +166,9 @@ class VideoReference:
         self._model, self._second = model, kind == "qwen2.5"
         self._unified = kind == "gemma4-unified"
         self._timed = not kind.startswith(("qwen2", "exaone"))
-        self._square, self._cropped = kind in ("onevision", "internvl"), kind == "llava-next-video"
+        self._square, self._cropped = kind in ("onevision", "internvl", "smolvlm"), kind == "llava-next-video"
         self._qwen, self._glm, self._gemma = (kind.startswith(each) for each in ("qwen", "glm", "gemma4"))
+        self._canvas, self._smol = kind == "glm-5-next", kind == "smolvlm"
 
     def greedy(self, messages: list[dict[str, Any]], images: list[bytes], videos: list[bytes], count: int) -> list[int]:
         """`count` tokens."""
@@ -209,7 +219,9 @@ class VideoReference:
     def _processed(self, processor: Any, text: str, images: list[bytes], made: list[_Prepared]) -> dict[str, Any]:
         """By the library's processor of chats, given what that of videos would make."""
         seen = [(each.patches, each.shape.times) for each in made]
-        processor.video_processor = GemmaVideos(seen, unified=self._unified) if self._gemma else _VideoProcessor(made)
+        own = _VideoProcessor(made, "pixel_values" if self._smol else "pixel_values_videos")
+        before = getattr(processor, "video_processor", None)
+        processor.video_processor = GemmaVideos(seen, unified=self._unified) if self._gemma else own
         loaded: Any = [Image.open(io.BytesIO(each)).convert("RGB") for each in images]
         inputs = processor(
             text=text,
@@ -218,8 +230,21 @@ class VideoReference:
             add_special_tokens=False,
             return_tensors="pt",
         )
-        processor.video_processor = None
-        return _as_images(dict(inputs), text) if images and made and self._glm else dict(inputs)
+        processor.video_processor = before
+        if self._smol:
+            return self._tiles_and_frames(dict(inputs), text, loaded, made)
+        together = images and made and self._glm and not self._canvas
+        return _as_images(dict(inputs), text) if together else dict(inputs)
+
+    def _tiles_and_frames(
+        self, inputs: dict[str, Any], text: str, images: list[Any], made: list[_Prepared]
+    ) -> dict[str, Any]:
+        """The same of SmolVLM, whose library takes no images beside videos: pixels of all in the prompt's order."""
+        tiles = (self._model.processor.image_processor(each, return_tensors="pt")["pixel_values"][0] for each in images)
+        shown = {"<image>": iter(tiles), "<video>": (each.patches for each in made)}
+        pixels = [next(shown[mark]) for mark in re.findall("<image>|<video>", text)]
+        inputs.pop("pixel_attention_mask", None)
+        return inputs | ({"pixel_values": torch.cat(pixels)[None]} if pixels else {})
 
     def _prepared(self, file: bytes) -> _Prepared:
         how = read_video_model(self._model.path)
@@ -242,6 +267,16 @@ class VideoReference:
         else:
             height, width = of_each(shape.height, shape.width, SIDE, *bounds)
         images = self._model.processor.image_processor
+        if self._canvas:
+            return self._on_canvas(frames, shape)
+        if self._smol:
+            library = import_without_torchvision("transformers.models.smolvlm.video_processing_smolvlm")
+            high, wide = library.get_resize_output_image_size(
+                torch.from_numpy(frames.copy()).permute(0, 3, 1, 2), 2 * side
+            )
+            frames = np.stack(
+                [np.asarray(Image.fromarray(each).resize((wide, high), images.resample)) for each in frames]
+            )
         scaled = np.stack([Image.fromarray(each).resize((width, height), images.resample) for each in frames])
         mean, std = (np.array(each, np.float32)[:, None, None] for each in (images.image_mean, images.image_std))
         pixels = torch.tensor((scaled.transpose(0, 3, 1, 2).astype(np.float32) * images.rescale_factor - mean) / std)
@@ -254,3 +289,40 @@ class VideoReference:
         patches, *grid = patchify(None, pixels[None], PATCH, MERGED, 2)
         written = grid[0] * (grid[1] * grid[2] // MERGED**2) * VIDEO_PAD if self._qwen else ""
         return _Prepared(patches[0], grid, written, shape)
+
+    def _on_canvas(self, frames: Frames, shape: VideoShape) -> _Prepared:
+        """By the library's processor of GLM-5-Next, with Pillow's scaling in place of torchvision's."""
+        module, images = import_without_torchvision(_GLM_5_NEXT), self._model.processor.image_processor
+
+        def resize(_own: Any, video: torch.Tensor, size: Any, resample: Any) -> torch.Tensor:
+            pictures = (Image.fromarray(each.permute(1, 2, 0).numpy()) for each in video[0])
+            made = [np.asarray(each.resize((size.width, size.height), resample)) for each in pictures]
+            return torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2)[None]
+
+        def pad(video: torch.Tensor, sides: list[int], fill: int) -> torch.Tensor:
+            return torch.nn.functional.pad(video, (0, sides[2], 0, sides[3]), value=fill)
+
+        module.TorchvisionBackend, module.tvF = SimpleNamespace(resize=resize), SimpleNamespace(pad=pad)
+        processor = module.Glm5NextVideoProcessor
+        own = SimpleNamespace(
+            resize=lambda **more: processor.resize(None, **more),
+            rescale_and_normalize=lambda video, _rescales, factor, _normalizes, mean, std: (
+                (video.float() * factor - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+            ),
+            patchify=lambda video, **sizes: processor.patchify(None, video, **sizes),
+        )
+        video = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2)
+        made = processor._preprocess(
+            own,
+            [video],
+            resample=images.resample,
+            image_mean=images.image_mean,
+            image_std=images.image_std,
+            patch_expand_factor=1,
+            patch_size=images.patch_size,
+            temporal_patch_size=2,
+            merge_size=images.merge_size,
+            **json.loads((self._model.path / "video_preprocessor_config.json").read_text()),
+            return_tensors="pt",
+        )
+        return _Prepared(made["pixel_values_videos"], made["video_grid_thw"][0].tolist(), "", shape)

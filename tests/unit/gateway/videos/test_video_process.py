@@ -96,6 +96,31 @@ def test_those_frames_are_looked_at_that_internvls_processor_samples() -> None:
             assert frame_numbers(total, 25.0, how) == sample(None, seen, num_frames=count, initial_shift=True).tolist()
 
 
+def test_those_frames_are_looked_at_that_glm_5_nexts_processor_samples() -> None:
+    sample: Any = import_without_torchvision(
+        "transformers.models.glm5_next.video_processing_glm5_next"
+    ).Glm5NextVideoProcessor.sample_frames
+    for rate in (1.0, 10.0, 23.976, 59.94):
+        for total in (*range(1, 70), 119, 641, 5000):
+            seen = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
+            for fps, most in ((2.0, 64), (3.0, 20)):
+                bounds: Any = SimpleNamespace(fps=fps, max_duration=0, max_frames=most)
+                how = VideoModel(fps=fps, max_frames=most, sampling="pace", timed=True, stamp="first")
+                assert frame_numbers(total, rate, how) == (sample(bounds, seen).tolist() or [0, 0])
+
+
+def test_those_frames_are_looked_at_that_smolvlms_processor_samples() -> None:
+    sample: Any = import_without_torchvision(
+        "transformers.models.smolvlm.video_processing_smolvlm"
+    ).SmolVLMVideoProcessor.sample_frames
+    for rate in (1.0, 10.0, 23.976, 59.94):
+        for total in (*range(1, 70), 119, 641, 5000):
+            seen = VideoMetadata(total_num_frames=total, fps=rate, duration=total / rate)
+            for fps, most in ((1.0, 64), (2.0, 7)):
+                how = VideoModel(fps=fps, max_frames=most, sampling="inner", together=1, timed=True, stamp="first")
+                assert frame_numbers(total, rate, how) == sample(None, seen, num_frames=most, fps=fps).tolist()
+
+
 def test_as_many_frames_are_looked_at_as_llava_onevision_was_trained_with() -> None:
     for total in (*range(1, 70), 1000, 86_000):
         theirs = default_sample_indices_fn(VideoMetadata(total_num_frames=total), num_frames=min(total, 32))

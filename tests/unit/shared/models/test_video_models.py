@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import GlmOcrConfig, Lfm3VlConfig
@@ -70,6 +71,27 @@ def test_marks_of_frames_are_the_librarys_where_no_file_says(tmp_path: Path) -> 
     assert tokens is not None
     marks = (own.video_token_id, own.image_token_id, own.image_start_token_id, own.image_end_token_id)
     assert (tokens.video, tokens.row, tokens.start, tokens.end) == marks
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said", "fps", "most"),
+    [
+        ("SmolVLM", {}, 1.0, MAX_FRAMES),
+        ("SmolVLM", {"fps": 3, "num_frames": 9}, 3.0, 9),
+        ("SmolVLM", {"fps": 3, "video_sampling": {"fps": 2, "max_frames": 7}}, 2.0, 7),
+        ("Glm5Next", {}, 2.0, MAX_FRAMES),
+        ("Glm5Next", {"fps": 3, "max_duration": 4}, 3.0, 12),
+        ("Glm5Next", {"fps": 3, "max_duration": 0, "max_frames": 9}, 3.0, 9),
+    ],
+)
+def test_so_many_of_a_second_are_looked_at_as_they_say(
+    tmp_path: Path, architecture: str, said: dict[str, Any], fps: float, most: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [f"{architecture}ForConditionalGeneration"]}))
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(said))
+    videos = read_video_model(tmp_path)
+    assert videos is not None
+    assert (videos.fps, videos.max_frames) == (fps, most)
 
 
 def test_marks_that_frames_of_lfm3_have_are_none_of_a_whole_video(tmp_path: Path) -> None:

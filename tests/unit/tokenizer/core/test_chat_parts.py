@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from services.tokenizer.core.chat_parts import ChatParts
-from services.tokenizer.core.chat_template import IMAGE_TOKEN, SOUND_TOKEN
+from services.tokenizer.core.chat_parts import ChatParts, in_words
+from services.tokenizer.core.chat_template import (
+    IMAGE_TOKEN,
+    SOUND_TOKEN,
+    VIDEO_FRAME,
+    VIDEO_INTRO,
+    VIDEO_OUTRO,
+    VIDEO_ROW,
+    VIDEO_TOKEN,
+)
 from services.tokenizer.core.refusal import PromptRefused
 from shared.ids import InstanceId, RowsName
 from shared.messages.generation import MediaRows, PromptEmbeds
-from shared.messages.tokenizer import ChatPrompt
+from shared.messages.tokenizer import ChatPrompt, VideoParts
 
 BOTH = ChatParts({IMAGE_TOKEN: "<image>", SOUND_TOKEN: "<sound>"})
 ALONE = ChatParts({IMAGE_TOKEN: "<sound>"})
@@ -56,3 +64,19 @@ def test_images_beside_a_chat_have_a_token_each_from_which_on_they_are_seen() ->
     assert embeds.fits(4)
     with pytest.raises(PromptRefused, match="each of the 2 images"):
         BOTH.joined_beside([5, None], given, [1, 0], 99)
+
+
+def test_small_numbers_have_words() -> None:
+    """As of the package num2words, which the library's processor of SmolVLM has them of."""
+    found = [in_words(each) for each in (1, 12, 13, 19, 20, 21, 40, 64, 99)]
+    words = "one twelve thirteen nineteen twenty twenty-one forty sixty-four ninety-nine"
+    assert found == words.split()
+
+
+def test_a_video_is_introduced_and_followed_by_what_its_model_reads() -> None:
+    tokens = {VIDEO_TOKEN: "<video>", VIDEO_ROW: "<image>", VIDEO_FRAME: "|{clock}:{rows}", VIDEO_OUTRO: "."}
+    parts = ChatParts({**tokens, VIDEO_INTRO: "{count} in {lasts}"})
+    rows = PromptEmbeds(dtype="float32", size=1, rows=bytes(4))
+    video = VideoParts((0, 1), (0.5, 61.9), seconds=3725.9)
+    text, order = parts.placed("see <video> here", ChatPrompt(messages=b"[]", embeds=(rows, rows), videos=(video,)))
+    assert (text, order) == ("see two in 1:02:05|00:00:<image>|01:01:<image>. here", [0, 1])
