@@ -48,7 +48,7 @@ SLOW = ("mistral-large-4", "glm-5-next", "qwen4")
 """Of the library's reference, which chooses keys token by token."""
 SHORT = ("glm-ocr", "paddle-ocr", "video-llama3", "minimax-m3", "exaone4.5", "hyperclovax")
 """Whose second chat has fewer tokens."""
-SHOWN_VIDEOS = ("LlavaNextVideo", "Exaone4_5_")
+SHOWN_VIDEOS = ("LlavaNextVideo", "Exaone4_5_", "glm-5-next")
 HANDED_OVER = {
     "mistral-large-4": "[IMG]",
     "glm-5-next": "<|image|>",
