@@ -271,6 +271,7 @@ def test_images_of_phi_with_its_adapter_and_without_it(tmp_path: Path, monkeypat
     assert plain != seen
 
 
+@pytest.mark.refuses("images before a native language model", "--model-impl transformers")
 def test_who_computes_a_language_model_decides_whether_it_has_images(tmp_path: Path) -> None:
     """Those of a native one are not for `transformers`, which may turn what follows them otherwise; and a client's rows
     are not for a model that reads more of a token than its embedding."""
