@@ -198,7 +198,7 @@ class _RawImageModel(Struct):
     media_placeholder_token_id: int | None = None
     audio_token_index: int | None = None
     audio_token_id: int | None = None
-    vision_config: dict[str, Any] | None = None
+    vision_config: Any = None
     audio_config: dict[str, Any] | None = None
     text_config: _RawLanguageModel = field(default_factory=_RawLanguageModel)
 
@@ -295,7 +295,8 @@ def read_image_model(folder: Path) -> ImageModel | None:
             sound=None if raw.audio_config is None else raw.audio_token_id or 258_881,
         )
     if PHI4_MULTIMODAL in raw.architectures:
-        seen = (raw.vision_config or {}).get("image_token_id", 200_010)
+        eye = raw.vision_config if isinstance(raw.vision_config, dict) else {}
+        seen = eye.get("image_token_id", 200_010)
         heard = (raw.audio_config or {}).get("audio_token_id", 200_011)
         return ImageModel(seen, by_library=True, sound=heard) if _is_size(seen) and _is_size(heard) else None
     if MLLAMA in raw.architectures:

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from transformers import Phi4MultimodalConfig
 
 from services.encoder.processors.crop_processor import CropProcessor
+from shared.models.audio_models import read_sound_model
+from shared.models.image_models import PHI4_MULTIMODAL, read_image_model
 from tests.support.models.tiny_phi4 import PATCH, SIDE, phi_images
 
 
@@ -43,3 +46,15 @@ def test_what_cannot_be_cut_is_an_error(tmp_path: Path) -> None:
         CropProcessor(tmp_path)(Image.new("RGB", (60, 3)))
     with pytest.raises(ValueError, match="extreme"):
         phi_images()(Image.new("RGB", (60, 3)))
+
+
+def test_who_names_no_token_has_the_librarys(tmp_path: Path) -> None:
+    path, own = tmp_path / "config.json", Phi4MultimodalConfig()
+    path.write_text(json.dumps({"architectures": [PHI4_MULTIMODAL]}))
+    images, sounds = read_image_model(tmp_path), read_sound_model(tmp_path)
+    assert images is not None
+    assert (images.token_id, images.sound) == (own.vision_config.image_token_id, own.audio_config.audio_token_id)
+    assert sounds is not None
+    assert sounds.row_size == own.hidden_size
+    path.write_text(json.dumps({"architectures": [PHI4_MULTIMODAL], "vision_config": {"image_token_id": "x"}}))
+    assert read_image_model(tmp_path) is None
