@@ -117,12 +117,12 @@ class SimulatedStore:
     # ---- for the announcer
 
     def held(self, layout: str) -> list[BlockHash]:
-        """As `Holdings` has it."""
+        """As `CommittedBlocks` has it."""
         table = self._core.table(layout)
         return [] if table is None else [block.hash for block in table.blocks.values() if _counts(block, table)]
 
     def holds(self, layout: str, name: BlockHash) -> bool:
-        """As `Holdings` has it."""
+        """As `CommittedBlocks` has it."""
         table = self._core.table(layout)
         block = None if table is None else table.blocks.get(name)
         return table is not None and block is not None and _counts(block, table)

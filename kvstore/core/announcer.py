@@ -14,7 +14,7 @@ from shared.kv_events.stream import KvEventStream
 from shared.messages.kv_events import KvDump, KvEvents, KvSource
 
 
-class Holdings(Protocol):
+class CommittedBlocks(Protocol):
     """Which full blocks are committed, by the fingerprint of their layout."""
 
     def held(self, layout: str) -> Iterable[BlockHash]:
@@ -31,7 +31,7 @@ class KvAnnouncer:
     is published then. Partial blocks, which one request hands over, are not published.
     """
 
-    def __init__(self, instance: InstanceId, node: NodeId, epoch: Incarnation, holdings: Holdings) -> None:
+    def __init__(self, instance: InstanceId, node: NodeId, epoch: Incarnation, holdings: CommittedBlocks) -> None:
         self._instance, self._node, self._epoch = instance, node, epoch
         self._holdings = holdings
         self._streams: dict[ModelName, KvEventStream] = {}

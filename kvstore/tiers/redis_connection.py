@@ -1,6 +1,6 @@
 """A connection to a Redis that is present or away: values by keys, with a time to live. Knows nothing of blocks.
 
-An error that means that Redis is unreachable is raised as `RedisAway`; the connection is then retried in the
+An error that means that Redis is unreachable is raised as `RedisUnavailable`; the connection is then retried in the
 background.
 """
 
@@ -33,7 +33,7 @@ LOST = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 OSError."""
 
 
-class RedisAway(Exception):
+class RedisUnavailable(Exception):
     """Redis does not answer."""
 
 
@@ -109,8 +109,8 @@ class RedisConnection:
         """The values of the leading keys that are there: requested in one go, yielded as they come; their time to live
         starts anew.
 
-        Raises RedisAway, RedisRefusal. A caller that stops early closes the iterator: the connection is closed with
-        what is still on its way.
+        Raises RedisUnavailable, RedisRefusal. A caller that stops early closes the iterator: the connection is closed
+        with what is still on its way.
         """
         with self._translated_errors():
             connection = await self._connection()
@@ -137,16 +137,17 @@ class RedisConnection:
         return await pool.get_connection()
 
     async def touch(self, keys: Sequence[str], ttl_ms: int) -> list[bool]:
-        """Whether each key exists; the time to live of those that do is renewed. Raises RedisAway, RedisRefusal."""
+        """Whether each key exists; the time to live of those that do is renewed. Raises RedisUnavailable,
+        RedisRefusal."""
         return [answer in (1, True) for answer in await self._all([("PEXPIRE", key, ttl_ms) for key in keys])]
 
     async def put(self, values: Mapping[str, bytes], ttl_ms: int) -> list[str | None]:
-        """Stores the values. For each, why Redis did not take it, or None. Raises RedisAway, RedisRefusal."""
+        """Stores the values. For each, why Redis did not take it, or None. Raises RedisUnavailable, RedisRefusal."""
         answers = await self._all([("SET", key, value, "PX", ttl_ms) for key, value in values.items()])
         return [str(answer) if isinstance(answer, Exception) else None for answer in answers]
 
     async def remove(self, keys: Sequence[str]) -> None:
-        """Deletes the keys. Raises RedisAway, RedisRefusal."""
+        """Deletes the keys. Raises RedisUnavailable, RedisRefusal."""
         await self._all([("UNLINK", key) for key in keys])
 
     async def _all(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -164,7 +165,7 @@ class RedisConnection:
         except LOST as error:
             why = str(error) or type(error).__name__
             self.lose(why)
-            raise RedisAway(why) from None
+            raise RedisUnavailable(why) from None
         except exceptions.RedisError as error:
             raise RedisRefusal(str(error)) from None
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, is_sound, pack_block, unpack_block
-from kvstore.tiers.redis_connection import RedisAway, RedisConnection, RedisRefusal
+from kvstore.tiers.redis_connection import RedisConnection, RedisRefusal, RedisUnavailable
 from shared.blocks import BlockHash
 from shared.messages.lifecycle import TierReport
 from shared.reliability.recent import RecentEntries
@@ -124,7 +124,7 @@ class RedisTier:
             batch = self._next_batch()
             try:
                 await self._write(batch)
-            except RedisAway:
+            except RedisUnavailable:
                 self._forget(batch)
                 metrics.TIER_DROPPED.labels(TIER, "away").inc(len(batch))
             except RedisRefusal as error:
@@ -205,7 +205,7 @@ class RedisTier:
         except asyncio.CancelledError:
             self._record_late(came)
             raise
-        except RedisAway:
+        except RedisUnavailable:
             metrics.TIER_FAILED.labels(TIER, "away").inc()
         except RedisRefusal as error:
             metrics.TIER_FAILED.labels(TIER, "refused").inc()

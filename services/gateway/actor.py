@@ -25,7 +25,7 @@ from services.gateway.conversations.chat_store import ChatLimits, ChatStore
 from services.gateway.core.api_keys import KeyFileError, KeyName
 from services.gateway.core.cluster import REQUIRED_SERVICES
 from services.gateway.core.remote_clusters import RemoteClusters
-from services.gateway.core.stream_records import GatewayLife, StreamRecords
+from services.gateway.core.stream_records import GatewayRun, StreamRecords
 from services.gateway.database.expiry import remove_expired
 from services.gateway.database.records import Database
 from services.gateway.federation.admin import ADMIN_DESCRIPTION, ADMIN_NAME, ADMIN_VERSION, ClusterAdmin
@@ -122,7 +122,7 @@ class Gateway(Actor):
         self.metrics = gateway_collectors(self.requests.meters)
         self.peers = GatewayPeers(bus, self._gateway, ProcessMetrics(self.service, added=self.metrics))
         self.console = ConsoleFeed(bus, self.requests, self.peers)
-        own = GatewayLife(self._gateway, self.incarnation)
+        own = GatewayRun(self._gateway, self.incarnation)
         self.streams = ResumableStreams(bus, own, self.peers, self.requests)
         self._config = config
         self.database = _database(config)

@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.registry import Collector
 
-from services.gateway.core.stream_records import GatewayLife
+from services.gateway.core.stream_records import GatewayRun
 from services.gateway.metrics import MergedPages
 from shared import topics
 from shared.bus import Bus, BusError
@@ -49,11 +49,11 @@ class GatewayPeers:
         """Returns the other gateways that live, draining ones included, in the order of their names."""
         return sorted(GatewayId(message.instance) for message in self._registry.all())
 
-    def lives(self) -> set[GatewayLife]:
+    def lives(self) -> set[GatewayRun]:
         """Returns the runs of the other gateways that live."""
         return {_life(message) for message in self._registry.all()}
 
-    def ready(self) -> list[GatewayLife]:
+    def ready(self) -> list[GatewayRun]:
         """Returns those that serve requests and do not drain, in the order of their names."""
         return sorted(_life(message) for message in self._registry.all(phase="ready"))
 
@@ -125,5 +125,5 @@ class MetricsPages:
         return page, time.thread_time() - began
 
 
-def _life(message: Lifecycle) -> GatewayLife:
-    return GatewayLife(GatewayId(message.instance), message.incarnation)
+def _life(message: Lifecycle) -> GatewayRun:
+    return GatewayRun(GatewayId(message.instance), message.incarnation)

@@ -21,7 +21,7 @@ from services.gateway.api.response import (
     cached_prompt_tokens,
     prompt_tokens,
 )
-from services.gateway.core.cluster import Absence, ClusterView
+from services.gateway.core.cluster import ClusterView, ModelUnavailable
 from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchAttempt, Effect, ProbeEngine
 from services.gateway.core.open_request import EmittedOutput, NoAnswer, OpenRequest, RetryPolicy, choice_requests
 from services.gateway.core.remote_clusters import RemoteClusters
@@ -157,7 +157,7 @@ class RequestTable:
             text = f"{self._max_open} requests are open, which is the limit"
             raise RequestError(429, text, retry_after=1.0, elsewhere=True)
 
-    def _absence(self, model: ModelName | None) -> Absence | None:
+    def _absence(self, model: ModelName | None) -> ModelUnavailable | None:
         """Why new requests for `model`, or for any, are refused. A bus that is away counts as any other service; since
         it went the clock of liveness is paused, which is therefore when it went."""
         if self.clusters is not None:
@@ -166,7 +166,7 @@ class RequestTable:
                 return None
         now = self._bus.liveness_now()
         if self._bus.outage() > min(self._policy.wait_for_engines_s, self._policy.bus_outage_s):
-            return Absence(BUS_AWAY, now)
+            return ModelUnavailable(BUS_AWAY, now)
         return self.cluster.absence(model, now)
 
     @contextmanager

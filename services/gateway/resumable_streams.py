@@ -7,7 +7,7 @@ import secrets
 
 from services.gateway.api.errors import RequestError
 from services.gateway.api.response import GenerationResponse, ResponseOutcome
-from services.gateway.core.stream_records import GatewayLife, StreamRecord, StreamRecords
+from services.gateway.core.stream_records import GatewayRun, StreamRecord, StreamRecords
 from services.gateway.metrics import RECORD_BYTES, RESUMED
 from services.gateway.peers import GatewayPeers
 from services.gateway.request_table import RequestTable
@@ -34,7 +34,7 @@ MAX_BODY_BYTES = 2**20
 class ResumableStreams:
     """Owns who has copies of this gateway's streams; the records themselves are the request table's."""
 
-    def __init__(self, bus: Bus, own: GatewayLife, peers: GatewayPeers, table: RequestTable) -> None:
+    def __init__(self, bus: Bus, own: GatewayRun, peers: GatewayPeers, table: RequestTable) -> None:
         self._bus, self._own, self._peers, self._table = bus, own, peers, table
         self._records: StreamRecords = table.records
 
@@ -123,7 +123,7 @@ class ResumableStreams:
             return StreamUnknown()
         copy = record.copy()
         if record.owned:
-            self._records.hand_over(record, GatewayLife(request.taker, request.incarnation), self._bus.liveness_now())
+            self._records.hand_over(record, GatewayRun(request.taker, request.incarnation), self._bus.liveness_now())
             await self._table.abandon(record.choices)
             await self.replicate()
         return copy

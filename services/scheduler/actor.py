@@ -13,7 +13,7 @@ from typing import Any, assert_never
 from msgspec.structs import replace
 
 from services.scheduler import metrics
-from services.scheduler.connector_host import ConnectorHalf, ConnectorHost
+from services.scheduler.connector_host import ConnectorHost, SchedulerConnector
 from services.scheduler.core.events import (
     DetokenizerGone,
     Event,
@@ -116,7 +116,7 @@ class SchedulerActor(Actor):
         world_size: int | None = None,
         role: Role = "mixed",
         node: NodeId | None = None,
-        connector: ConnectorHalf | None = None,
+        connector: SchedulerConnector | None = None,
         journal: JournalSettings | None = None,
         standby: bool = False,
         pulls: bool = False,

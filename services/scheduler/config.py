@@ -21,7 +21,7 @@ from shared.messages.lifecycle import Role
 from shared.settings import ByteSize, UpOption
 
 if TYPE_CHECKING:  # `baton up` reads the settings and plans nothing: what they are for is imported where it is made
-    from services.scheduler.connector_host import ConnectorHalf
+    from services.scheduler.connector_host import SchedulerConnector
     from services.scheduler.journal import JournalSettings
 
 
@@ -174,11 +174,11 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
         """Raises ValueError for what could not be part of a subject."""
         return NodeId(checked_instance(self.node)) if self.node else None
 
-    def connector(self) -> ConnectorHalf | None:
+    def connector(self) -> SchedulerConnector | None:
         """The scheduler's half of the KV connector; None where there is none. Raises ConnectorRefused."""
         if self.kv_connector is None:
             return None
-        from services.scheduler.connector_host import ConnectorHalf
+        from services.scheduler.connector_host import SchedulerConnector
 
         connector = open_connector(
             self.kv_connector,
@@ -189,7 +189,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
             block_size=self.block_size,
         )
         loads, saves = self.kv_role != "kv_producer", self.kv_role != "kv_consumer"
-        return ConnectorHalf(connector, ConnectorUse(loads, saves, keeps=saves and keeps_blocks(connector)))
+        return SchedulerConnector(connector, ConnectorUse(loads, saves, keeps=saves and keeps_blocks(connector)))
 
     def journal_settings(self) -> JournalSettings | None:
         """Where and how decisions are recorded; None where they are not."""

@@ -56,7 +56,7 @@ class ConnectorFailed(Exception):
     """A call that was not answered soundly in time; the text says why."""
 
 
-class ConnectorHalf(NamedTuple):
+class SchedulerConnector(NamedTuple):
     """The scheduler's half of a connector, and what the engine does by it."""
 
     connector: KVConnectorBase

@@ -115,7 +115,7 @@ class WorkerActor(Actor):
         self._watchdog.compiles_kernels = self._backend.mode == "launched"
         if (group := self._backend.group) is not None:
             self._watchdog.latest = lambda: group.latest
-            metrics.STEPS_OF_OTHERS.set_function(lambda: group.steps_of_others)
+            metrics.STEPS_OF_OTHERS.set_function(lambda: group.dummy_steps)
         self._meter = self._make_meter(self._backend)
         metrics.PEAK_FLOPS.set((self._meter and self._meter.peak) or 0.0)
         self._pings = await self.bus.subscribe(topics.rank_orders(self._identity.engine), self._answer_ping)

@@ -115,19 +115,19 @@ class ExpertPicks(Protocol):
 class GroupMember(Protocol):
     """A rank of a data-parallel group, which computes steps of other engines, too."""
 
-    def until_plan(self, arrived: Callable[[], bool]) -> None:
+    def wait_for_plan(self, arrived: Callable[[], bool]) -> None:
         """Returns when the next plan has `arrived` and may be begun, as it must be then. Until then it computes what
         steps of other engines need of this rank. On the thread that launches; raises what computing raises."""
 
-    def stir(self) -> None:
-        """Has `until_plan` look whether a plan has arrived. On any thread."""
+    def notify_plan(self) -> None:
+        """Has `wait_for_plan` look whether a plan has arrived. On any thread."""
 
     @property
     def latest(self) -> LatestStep | None:
         """The group's last step that has begun; None before the first."""
 
     @property
-    def steps_of_others(self) -> int:
+    def dummy_steps(self) -> int:
         """Steps without a row of this rank's engine."""
 
 

@@ -25,7 +25,7 @@ ServiceKind = tuple[Service, ModelName | None]
 """A service, and the model that it works for; None: all, as coordinators do."""
 
 
-class Absence(NamedTuple):
+class ModelUnavailable(NamedTuple):
     """That requests for a model cannot be served, and have not been for longer than they are to wait."""
 
     reason: str
@@ -144,7 +144,7 @@ class ClusterView:
             if not self._ready[kind]:
                 del self._ready[kind]
 
-    def absence(self, model: ModelName | None, now: float) -> Absence | None:
+    def absence(self, model: ModelName | None, now: float) -> ModelUnavailable | None:
         """Returns why new requests for `model` are refused; None where they can be served, or could be a moment ago, so
         that they wait. Without a `model`: why those for any model are."""
         if model is None and self._cards:
@@ -159,7 +159,7 @@ class ClusterView:
         sleeping = any(life.sleep is not None for life in self._registry.all("scheduler"))
         if "scheduler" in missing and sleeping:
             reason += "; engines are asleep, until POST /wake_up"
-        return Absence(reason, since, asleep=sleeping and missing == ["scheduler"])
+        return ModelUnavailable(reason, since, asleep=sleeping and missing == ["scheduler"])
 
     def _missing(self, model: ModelName | None) -> list[Service]:
         """The services of which no instance is ready that works for `model`, or (None) for any."""

@@ -124,7 +124,7 @@ class OverflowBudget:
         return self._breaker.is_open
 
 
-class StartDelays:
+class FirstTokenDelays:
     """Owns since when requests wait for their first token, and how long the last ones did.
 
     Predicts by delay history: as long as those waited whose turn came last; where nobody's came for a while, as long as

@@ -34,7 +34,7 @@ PIECES = 256
 """Pieces of text that are joined from time to time."""
 
 
-class GatewayLife(NamedTuple):
+class GatewayRun(NamedTuple):
     """One run of a gateway's process."""
 
     gateway: GatewayId
@@ -95,7 +95,7 @@ class ChoiceRecord:
 class StreamRecord:
     """Owns what is kept of one stream."""
 
-    def __init__(self, opening: StreamOpening, owner: GatewayLife | None, now: float) -> None:
+    def __init__(self, opening: StreamOpening, owner: GatewayRun | None, now: float) -> None:
         """`owner`: the gateway that supervises it; None: this one."""
         self.opening, self.owner = opening, owner
         self.choices = {request: ChoiceRecord(request) for request in choice_requests(opening.stream, opening.choices)}
@@ -108,7 +108,7 @@ class StreamRecord:
         """Connections that read it here; two while a client comes back before its former connection is closed."""
         self.made_at = self.used_at = now
         """When it was last of use for certain."""
-        self.copied_to: GatewayLife | None = None
+        self.copied_to: GatewayRun | None = None
         """Who has been sent a copy, and all that was added since."""
 
     @property
@@ -180,7 +180,7 @@ class StreamRecords:
         if known is not None and known.owned:
             return
         self.forget(message.opening.stream)
-        self._add(StreamRecord(message.opening, GatewayLife(message.owner, message.incarnation), now))
+        self._add(StreamRecord(message.opening, GatewayRun(message.owner, message.incarnation), now))
 
     def adopt(self, copy: StreamCopy, now: float) -> StreamRecord | None:
         """Makes this gateway the owner of a stream, with the copy's output; None where there is no room for it."""
@@ -194,7 +194,7 @@ class StreamRecords:
             record.begun, record.billed = True, record.progress
         return record
 
-    def hand_over(self, record: StreamRecord, owner: GatewayLife, now: float) -> None:
+    def hand_over(self, record: StreamRecord, owner: GatewayRun, now: float) -> None:
         """Makes an owned stream the copy of one that `owner` goes on with."""
         record.owner, record.used_at = owner, now
         self._forget_copy(record)
@@ -303,7 +303,7 @@ class StreamRecords:
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
-    def expire(self, alive: Collection[GatewayLife], now: float) -> list[StreamRecord]:
+    def expire(self, alive: Collection[GatewayRun], now: float) -> list[StreamRecord]:
         """Forgets what nobody has come back for in time. Returns those that this gateway supervised."""
         expired: list[StreamRecord] = []
         for record in list(self._records.values()):

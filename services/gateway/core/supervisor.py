@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import assert_never
 
-from services.gateway.core.cluster import Absence
+from services.gateway.core.cluster import ModelUnavailable
 from services.gateway.core.dispatch_window import DispatchWindow
 from services.gateway.core.effects import (
     AttemptRetry,
@@ -94,7 +94,7 @@ class RequestSupervisor:
         last = [Delta(request, current.attempt, len(current.tokens), (), "", "abort")] if aborted else []
         return [*self._release(current, now), *current.end(), *last]
 
-    def refuse_unserved(self, model: ModelName, absence: Absence, now: float) -> list[Effect]:
+    def refuse_unserved(self, model: ModelName, absence: ModelUnavailable, now: float) -> list[Effect]:
         """Ends the requests for `model` that came when nobody could serve them any more. Those that came before, or
         that an engine has had, wait on."""
         unserved = [

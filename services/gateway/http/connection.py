@@ -68,7 +68,7 @@ class UnflushedConnections:
             connection.flush()
 
 
-class ReadTurns:
+class ReadBudget:
     """Owns which connections have received what was not read yet, and how much of this turn of the loop is left for
     that."""
 
@@ -126,7 +126,7 @@ class RequestStarts:
             self._waiting.popleft()()
 
 
-class _HeldFlow(FlowControl):
+class _ReadFlow(FlowControl):
     """Owns whether the transport receives: not while something that it has received was not read."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -172,7 +172,7 @@ class Connection(HttpToolsProtocol):
     """Owns the transport while a response is streamed; the response's start and end go through ASGI's `send`."""
 
     def __init__(
-        self, unflushed: UnflushedConnections, turns: ReadTurns, starts: RequestStarts, **options: Any
+        self, unflushed: UnflushedConnections, turns: ReadBudget, starts: RequestStarts, **options: Any
     ) -> None:
         """`options`: uvicorn's."""
         super().__init__(**options)
@@ -198,7 +198,7 @@ class Connection(HttpToolsProtocol):
         self._served: Any = None
         """The cycle of the request that is being answered; `cycle` is that of the last one that came."""
         super().connection_made(transport)
-        self.flow: _HeldFlow = _HeldFlow(transport)
+        self.flow: _ReadFlow = _ReadFlow(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Calls `on_lost` exactly once when the connection has ended. Uvicorn tells the last request that came, which

@@ -11,7 +11,7 @@ from services.gateway.api.forwarding import ForwardedRequest, read_forwarded
 from services.gateway.api.generation import GenerationRequest
 from services.gateway.api.response import GenerationResponse
 from services.gateway.core.cluster import ClusterView
-from services.gateway.core.overflow import NotForwardable, StartDelays
+from services.gateway.core.overflow import FirstTokenDelays, NotForwardable
 from services.gateway.core.remote_clusters import RemoteClusters
 from services.gateway.http.access import AccessControl
 from services.gateway.http.call import Call
@@ -51,7 +51,7 @@ class Overflow:
         self._read_timeout = read_timeout
         self._others = others
         self._wait = provider.settings.wait
-        self._delays = StartDelays(self._wait)
+        self._delays = FirstTokenDelays(self._wait)
 
     async def in_place_of(self, call: Call, kind: Kind, error: RequestError) -> bool:
         """The request was refused here with `error`: answers it from the provider. False where that is not possible, or

@@ -18,7 +18,7 @@ import uvicorn.lifespan.off  # which a server imports as it starts
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http.certificates import CertificateWatcher
-from services.gateway.http.connection import HEAD_TIMEOUT, Connection, ReadTurns, RequestStarts, UnflushedConnections
+from services.gateway.http.connection import HEAD_TIMEOUT, Connection, ReadBudget, RequestStarts, UnflushedConnections
 
 BACKLOG = 4096
 KEEP_ALIVE = 75
@@ -81,7 +81,7 @@ class HttpServer:
         self._config.load()
         self._server = uvicorn.Server(self._config)
         self._acceptor: Acceptor | None = None
-        self._unflushed, self._turns, self._starts = UnflushedConnections(), ReadTurns(), RequestStarts()
+        self._unflushed, self._turns, self._starts = UnflushedConnections(), ReadBudget(), RequestStarts()
 
     @property
     def listening(self) -> bool:

@@ -71,7 +71,7 @@ class GroupedPrefixIndex(PrefixIndex):
         return named == self.hash_of and len(self.block_of) + len(self.of_others) == len(named)
 
 
-class _Need(NamedTuple):
+class _BlockDemand(NamedTuple):
     """Blocks of the pool."""
 
     most: int
@@ -140,13 +140,13 @@ class HybridBlockAllocator(BlockAllocator):
         in_use = sum(1 for number in whole for block in hit[number::groups] if references[block])
         return sum(need.most for need in self._needs(sequence)) - in_use + promised <= self.pool.free
 
-    def _needs(self, sequence: Sequence) -> list[_Need]:
+    def _needs(self, sequence: Sequence) -> list[_BlockDemand]:
         """Of each group, until all known tokens are computed."""
         held = len(sequence.blocks.numbers) // len(self._groups)
         given_back = sequence.blocks.given_back or [0] * len(self._groups)
         length, size = sequence.tokens.length, self.block_size
         return [
-            _Need(group.most_blocks(length, size, self._step_tokens), held - gone)
+            _BlockDemand(group.most_blocks(length, size, self._step_tokens), held - gone)
             for group, gone in zip(self._groups, given_back, strict=True)
         ]
 

@@ -81,7 +81,7 @@ class AcceptanceRate:
         self._accepted = self._accepted * self.FADE + accepted
         self._tried = self._tried * self.FADE + min(drafted, accepted + 1)
 
-    def fade(self) -> None:
+    def decay(self) -> None:
         """Records a step that tried no drafts."""
         self._accepted *= self.FADE_UNTRIED
         self._tried *= self.FADE_UNTRIED

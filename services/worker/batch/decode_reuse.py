@@ -17,7 +17,7 @@ from shared.blocks import blocks_for
 from shared.messages.worker import SequenceWork
 
 
-class _Before(NamedTuple):
+class _PreviousStep(NamedTuple):
     work: tuple[SequenceWork, ...]
     batch: Batch
     choices: SamplingBatch
@@ -32,7 +32,7 @@ class DecodeReuse:
 
     def __init__(self, sequences: SequenceTable) -> None:
         self._sequences = sequences
-        self._before: _Before | None = None
+        self._before: _PreviousStep | None = None
 
     def forget(self) -> None:
         """The next batch has to be made anew."""
@@ -48,7 +48,7 @@ class DecodeReuse:
             self._before = None
         else:
             room = self._sequences.blocks.room(batch.sampled_indices)
-            self._before = _Before(work, batch, choices, room, _whole(rows.positions, rows.block_size))
+            self._before = _PreviousStep(work, batch, choices, room, _whole(rows.positions, rows.block_size))
 
     def next(self, work: tuple[SequenceWork, ...]) -> Batch | None:
         """The batch of `work`, which counts as computed from here on; None, and nothing done, where that does not go on
@@ -68,7 +68,7 @@ class DecodeReuse:
         return self._moved_on(before, work, ends, room, tables_changed=grown)
 
     def _moved_on(
-        self, before: _Before, work: tuple[SequenceWork, ...], ends: Int32s, room: Int32s, *, tables_changed: bool
+        self, before: _PreviousStep, work: tuple[SequenceWork, ...], ends: Int32s, room: Int32s, *, tables_changed: bool
     ) -> Batch:
         batch, old, size = before.batch, before.batch.rows, before.batch.rows.block_size
         seq_indices, positions, kv_slots, whole = old.seq_indices, old.positions + 1, old.kv_slots + 1, before.whole - 1
@@ -110,7 +110,7 @@ class DecodeReuse:
             encoded=None if batch.encoded is None else batch.encoded.written(),
         )
         self._sequences.count_computed(seq_indices)
-        self._before = _Before(work, moved, choices, room, whole)
+        self._before = _PreviousStep(work, moved, choices, room, whole)
         return moved
 
 

@@ -82,7 +82,7 @@ class SharedExchange(NamedTuple):
     """Makes one rank's end."""
 
 
-class AgreeOn(Protocol):
+class GatherFromRanks(Protocol):
     """How the ranks of a stage hear of each other before they share memory."""
 
     def __call__(self, value: bytes) -> Sequence[bytes]:
@@ -128,7 +128,7 @@ class HostMemory:
         os.close(self._descriptor)
 
 
-def share(stage_rank: StageRank, size: int, agree_on: AgreeOn, patience: timedelta) -> HostMemory | None:
+def share(stage_rank: StageRank, size: int, agree_on: GatherFromRanks, patience: timedelta) -> HostMemory | None:
     """`size` bytes that all ranks of the stage have mapped, zero but for the first 64; None where they do not share a
     host, or it has no room. `size` is 0 on a rank that has no use for them, and they are not shared then. All ranks
     call it, and get memory, or none of them. Nothing of it has a name when this returns."""

@@ -82,7 +82,7 @@ class LatestStep(NamedTuple):
     """When all ranks had come, on `time.perf_counter`'s clock."""
 
 
-class AgreeOnRows(Protocol):
+class SumOverRanks(Protocol):
     """How the ranks of a group begin a step."""
 
     def __call__(self, numbers: Sequence[int]) -> Sequence[int]:
@@ -95,19 +95,19 @@ class StepsOutOfSync(Exception):
 
 
 class Lockstep:
-    """Owns how many plans and steps this rank has begun. Used by the thread that computes; `stir` by any."""
+    """Owns how many plans and steps this rank has begun. Used by the thread that computes; `notify_plan` by any."""
 
-    def __init__(self, place: GroupTopology, notifier: HostNotifier, agree: AgreeOnRows) -> None:
+    def __init__(self, place: GroupTopology, notifier: HostNotifier, sum_over_ranks: SumOverRanks) -> None:
         self.place = place
         self._notifier = notifier
-        self._agree = agree
+        self._sum_over_ranks = sum_over_ranks
         self._plans = self._steps = 0
         self.latest: LatestStep | None = None
         """None before the first step."""
-        self.steps_of_others = 0
+        self.dummy_steps = 0
         """Steps without a row of this engine."""
 
-    def until_plan(self, arrived: Callable[[], bool], compute_for_others: Callable[[], None]) -> None:
+    def wait_for_plan(self, arrived: Callable[[], bool], execute_dummy_step: Callable[[], None]) -> None:
         """Returns when this rank's next plan has `arrived` and may be begun, as it then is. Until then it computes the
         steps that others call. Raises what computing them raises."""
         while True:
@@ -115,7 +115,7 @@ class Lockstep:
             if self._may_begin(arrived):
                 break
             if self._is_called(seen.called):
-                compute_for_others()
+                execute_dummy_step()
             else:
                 self._notifier.wait(seen.changes, LOOK_EVERY)
         self._plans += 1
@@ -123,7 +123,7 @@ class Lockstep:
             self._show()
             self._notifier.notify()
 
-    def stir(self) -> None:
+    def notify_plan(self) -> None:
         """A plan may have arrived."""
         self._notifier.notify()
 
@@ -140,7 +140,7 @@ class Lockstep:
         numbers = [0] * (2 * place.engines)
         if place.leads:
             numbers[2 * place.engine : 2 * place.engine + 2] = rows, last
-        sums = self._agree(numbers)
+        sums = self._sum_over_ranks(numbers)
         step = StepRows(tuple(sums[::2]), tuple(sums[1::2]))
         if (step.rows[place.engine], step.last[place.engine]) != (rows, last):
             known = step.rows[place.engine]
@@ -148,7 +148,7 @@ class Lockstep:
                 f"rank {place.rank} has {rows} rows in the group's step {self._steps}, the first {known}"
             )
         self.latest = LatestStep(sum(step.rows), time.perf_counter())
-        self.steps_of_others += not rows
+        self.dummy_steps += not rows
         return step
 
     def _may_begin(self, arrived: Callable[[], bool]) -> bool:
@@ -175,17 +175,17 @@ class LockstepMember:
 
     lockstep: Lockstep
 
-    def compute_step_of_others(self) -> None:
+    def execute_dummy_step(self) -> None:
         """A step of the group without rows of this engine. Raises RankGone, StepsOutOfSync."""
         raise NotImplementedError
 
-    def until_plan(self, arrived: Callable[[], bool]) -> None:
-        """See `GroupMember.until_plan`. Raises RankGone, StepsOutOfSync."""
-        self.lockstep.until_plan(arrived, self.compute_step_of_others)
+    def wait_for_plan(self, arrived: Callable[[], bool]) -> None:
+        """See `GroupMember.wait_for_plan`. Raises RankGone, StepsOutOfSync."""
+        self.lockstep.wait_for_plan(arrived, self.execute_dummy_step)
 
-    def stir(self) -> None:
-        """See `GroupMember.stir`."""
-        self.lockstep.stir()
+    def notify_plan(self) -> None:
+        """See `GroupMember.notify_plan`."""
+        self.lockstep.notify_plan()
 
     @property
     def latest(self) -> LatestStep | None:
@@ -193,6 +193,6 @@ class LockstepMember:
         return self.lockstep.latest
 
     @property
-    def steps_of_others(self) -> int:
-        """See `GroupMember.steps_of_others`."""
-        return self.lockstep.steps_of_others
+    def dummy_steps(self) -> int:
+        """See `GroupMember.dummy_steps`."""
+        return self.lockstep.dummy_steps

@@ -59,14 +59,14 @@ class RankTopology(Struct, frozen=True):
         return stage * self.stage_size + self.in_stage
 
 
-class Joined(NamedTuple):
+class EngineCommunicators(NamedTuple):
     """What connects a rank with the others of its engine."""
 
     communicator: TorchCommunicator
     pipeline: TorchPipeline
 
 
-class JoinedGroup(NamedTuple):
+class GroupCommunicators(NamedTuple):
     """What connects a rank with the others of its data-parallel group."""
 
     communicator: Communicator
@@ -85,7 +85,7 @@ def join(
     timeout: timedelta,
     backend: str = "gloo",
     shared: SharedExchange | None = None,
-) -> Joined:
+) -> EngineCommunicators:
     """Blocks until every rank has joined, at `file:///PATH` or `tcp://HOST:PORT`. A rank that dies makes the others'
     exchanges raise. `backend`: as torch.distributed has it; a GPU of NCCL's is current on this thread. `shared` is used
     where every rank of a stage has it, and they are on one host. Raises OSError where the first rank cannot have HOST's
@@ -96,7 +96,7 @@ def join(
     group = groups[place.stage]
     exchange = _exchange_on_host(place, group, shared, timeout) if place.stage_size > 1 else None
     communicator = TorchCommunicator(place, group, exchange, capturable="nccl" in backend)
-    return Joined(communicator, TorchPipeline(place))
+    return EngineCommunicators(communicator, TorchPipeline(place))
 
 
 def _meet(place: RankTopology, rendezvous: str, timeout: timedelta, backend: str) -> None:
@@ -112,7 +112,7 @@ def _meet(place: RankTopology, rendezvous: str, timeout: timedelta, backend: str
 
 def join_group(
     place: GroupTopology, *, rendezvous: str, timeout: timedelta, shared: SharedExchange | None
-) -> JoinedGroup:
+) -> GroupCommunicators:
     """Blocks until every rank of the data-parallel group has joined, as `join` does, on CPUs of one host. Raises
     GroupUnavailable where they do not share memory there, OSError as `join` does."""
     everybody = RankTopology(place.in_group, place.group_size)
@@ -128,7 +128,7 @@ def join_group(
         engine = groups[place.engine]
         beside = _exchange_on_host(own, engine, shared, timeout)
         communicator = TorchCommunicator(own, engine, beside, first=place.first, everybody=engine)
-    return JoinedGroup(communicator, RankGroup(place, exchange))
+    return GroupCommunicators(communicator, RankGroup(place, exchange))
 
 
 def _exchange_on_host(
@@ -270,7 +270,7 @@ class RankGroup:
 
     def __init__(self, place: GroupTopology, exchange: HostExchange) -> None:
         self.place = place
-        self.lockstep = Lockstep(place, exchange.notifier, self._agree)
+        self.lockstep = Lockstep(place, exchange.notifier, self._sum_over_ranks)
         self._exchange = exchange
 
     def sum(self, x: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ class RankGroup:
         dist.all_gather_object(said, value)
         return said
 
-    def _agree(self, numbers: Sequence[int]) -> Sequence[int]:
+    def _sum_over_ranks(self, numbers: Sequence[int]) -> Sequence[int]:
         sums = self.sum(torch.tensor(numbers, dtype=torch.float32))  # which has every whole number below 2 ** 24
         return [int(each) for each in sums.tolist()]
 

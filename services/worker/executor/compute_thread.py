@@ -30,7 +30,7 @@ STOP_TIMEOUT = 2.0
 """Seconds that a step under way is waited for when the thread is to end."""
 
 
-class _Ready(NamedTuple):
+class _PreparedPlan(NamedTuple):
     """A plan that is prepared, or launched, at a moment on `time.perf_counter`'s clock. `step` None: left out."""
 
     queued: QueuedPlan
@@ -38,7 +38,7 @@ class _Ready(NamedTuple):
     at: float
 
 
-class _Executed(NamedTuple):
+class _ExecutedStep(NamedTuple):
     """A step that is computed: how its result is read, and when the device could begin with it, and was done."""
 
     read: Callable[[], StepOutput]
@@ -67,10 +67,10 @@ class ComputeThread:
         self._world_size = world_size
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
-        self._prepared: queue.SimpleQueue[_Ready | threading.Event | BaseException | None] = queue.SimpleQueue()
+        self._prepared: queue.SimpleQueue[_PreparedPlan | threading.Event | BaseException | None] = queue.SimpleQueue()
         """Steps that are prepared and not computed: no more than the scheduler's plans ahead. An event is set when all
         before it are computed."""
-        self._launched: queue.Queue[_Ready | None] = queue.Queue(MAX_LAUNCHED_STEPS - 1)
+        self._launched: queue.Queue[_PreparedPlan | None] = queue.Queue(MAX_LAUNCHED_STEPS - 1)
         """Steps that the device was given, beside the one that is awaited."""
         self._ended = 0.0
         """When the latest step was over, on `time.perf_counter`'s clock."""
@@ -121,23 +121,23 @@ class ComputeThread:
             self._execute_in_group(self._backend.group)
             return
         while (queued := self._plans.next_plan()) is not None:
-            self._execute(_Ready(queued, self._prepare(queued), time.perf_counter()))
+            self._execute(_PreparedPlan(queued, self._prepare(queued), time.perf_counter()))
 
     def _execute_in_group(self, group: GroupMember) -> None:
         """Between plans this rank computes what other engines' steps need of it."""
-        self._plans.on_arrival = group.stir
+        self._plans.on_arrival = group.notify_plan
         while True:
-            group.until_plan(lambda: self._plans.has_next)
+            group.wait_for_plan(lambda: self._plans.has_next)
             if (queued := self._plans.next_plan()) is None:
                 return
-            self._execute(_Ready(queued, self._prepare(queued), time.perf_counter()))
+            self._execute(_PreparedPlan(queued, self._prepare(queued), time.perf_counter()))
 
     def _execute_prepared(self) -> None:
         """Computing leaves Python's lock alone for most of its time, so that a second thread can prepare."""
         threading.Thread(target=self._prepare_all, name="prepare", daemon=True).start()
         while (ready := self._prepared.get()) is not None:
             match ready:
-                case _Ready():
+                case _PreparedPlan():
                     self._execute(ready)
                 case threading.Event():
                     ready.set()
@@ -149,7 +149,7 @@ class ComputeThread:
         while (queued := self._plans.next_plan()) is not None:
             if (step := self._prepare(queued)) is not None:
                 step.launch()
-            self._launched.put(_Ready(queued, step, time.perf_counter()))
+            self._launched.put(_PreparedPlan(queued, step, time.perf_counter()))
         self._launched.join()
         self._launched.put(None)
 
@@ -173,7 +173,7 @@ class ComputeThread:
             self._prepared.put(computed := threading.Event())
             computed.wait()
 
-    def _execute(self, ready: _Ready) -> None:
+    def _execute(self, ready: _PreparedPlan) -> None:
         """Computes a step, which a processor does while it is launched, or waits until the device has computed it, and
         hands its result over. Transfers of the plan begin when all steps before it are computed, or itself is."""
         queued, step, at = ready
@@ -196,17 +196,17 @@ class ComputeThread:
         self._ended = ended
         self._plans.results.put(UnreadResult(queued.plan, read, wait, exposed, ended))
 
-    def _compute(self, step: Step, prepared: float) -> _Executed:
+    def _compute(self, step: Step, prepared: float) -> _ExecutedStep:
         self._copies.computing = True
         step.launch()
         self._copies.computing = False
         self._copies.active = ended = time.perf_counter()
-        return _Executed(step.result, prepared, ended)
+        return _ExecutedStep(step.result, prepared, ended)
 
-    def _await_device(self, step: Step, launched: float) -> _Executed:
+    def _await_device(self, step: Step, launched: float) -> _ExecutedStep:
         output = step.result()
         began = launched if output.began is None else output.began
-        return _Executed(lambda: output, began, time.perf_counter() if output.ended is None else output.ended)
+        return _ExecutedStep(lambda: output, began, time.perf_counter() if output.ended is None else output.ended)
 
     def _copy(self, queued: QueuedPlan, transfers: tuple[Transfer, ...]) -> None:
         """Unless the epoch is over: nobody awaits them then."""
@@ -218,7 +218,7 @@ class ComputeThread:
     def _prepare_all(self) -> None:
         try:
             while (queued := self._plans.next_plan()) is not None:
-                self._prepared.put(_Ready(queued, self._prepare(queued), time.perf_counter()))
+                self._prepared.put(_PreparedPlan(queued, self._prepare(queued), time.perf_counter()))
             self._prepared.put(None)
         except BaseException as error:  # raised again on the compute thread
             self._prepared.put(error)

@@ -42,7 +42,7 @@ from services.worker.executor.runner import (
     step_output,
     undefined_sequences,
 )
-from services.worker.graphs.decode_draws import RowsOfSome
+from services.worker.graphs.decode_draws import RowSubset
 from services.worker.graphs.host_decodes import HostDecode, HostDecodes
 from services.worker.ops.interface import BatchMeta
 from services.worker.sampling.logprobs import RowLogprobs
@@ -254,7 +254,7 @@ class HostRunner(StepRunner):
             guided.accept(masked.seq_indices, verdict.counts[masked.places], verdict.tokens[masked.places])
         return forward
 
-    def _draw_left(self, decode: HostDecode, left: RowsOfSome, mask: TokenMask | None) -> tuple[RowLogprobs, ...]:
+    def _draw_left(self, decode: HostDecode, left: RowSubset, mask: TokenMask | None) -> tuple[RowLogprobs, ...]:
         """Has the sampler draw the rows that the library left; their log-probabilities, of the step's rows."""
         rank, (logits, choices) = self.rank, decode.left_logits(left)
         if mask is not None:

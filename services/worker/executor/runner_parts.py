@@ -12,7 +12,7 @@ from services.worker.executor.host_runner import HostRunner
 from services.worker.executor.runner import RankComponents, RankMemory, RankState
 from services.worker.executor.token_table import table_bytes
 from services.worker.graphs.replayed_decodes import Replaying
-from services.worker.speculation.drafter import Drafter, ReplaysDecodes
+from services.worker.speculation.drafter import Drafter, SupportsDecodeReplay
 from services.worker.speculation.proposer import Proposer
 
 Runner = HostRunner | DeviceRunner
@@ -49,7 +49,7 @@ class RunnerParts(RankComponents):
 
     def _proposer(self, num_blocks: int, replaying: Replaying | None) -> Proposer | None:
         proposer = None if self.drafter is None else self.drafter.proposer(num_blocks, self.max_num_seqs)
-        if replaying is not None and isinstance(proposer, ReplaysDecodes):
+        if replaying is not None and isinstance(proposer, SupportsDecodeReplay):
             proposer.replay_by(replaying)
         return proposer
 

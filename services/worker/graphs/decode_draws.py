@@ -27,7 +27,7 @@ _CHANGED = Feature.ALLOWED | Feature.BIAS | Feature.MIN_TOKENS | Feature.PENALTI
 """What the library changes logits by, beside masks of grammars."""
 
 
-class RowsOfSome(NamedTuple):
+class RowSubset(NamedTuple):
     """All rows of some of a step's sequences."""
 
     rows: Indices
@@ -40,7 +40,7 @@ class RowsOfSome(NamedTuple):
     """[P]"""
 
     @classmethod
-    def of(cls, rows: DecodeBatch, which: Flags | None) -> RowsOfSome | None:
+    def of(cls, rows: DecodeBatch, which: Flags | None) -> RowSubset | None:
         """`which` [Q]; None where it is nobody."""
         if which is None or not which.any():
             return None
@@ -66,9 +66,9 @@ class DecodeDraws:
         """`guided` and `processed` [Q]: who has a grammar, and who asks for a logits processor; None: nobody."""
         self._rows, self._sequences = rows, sequences
         choices, table = rows.choices, rows.choices.table
-        self.masked = RowsOfSome.of(rows, guided)
+        self.masked = RowSubset.of(rows, guided)
         """Those of sequences with a grammar."""
-        self.left = RowsOfSome.of(rows, self._left(processed))
+        self.left = RowSubset.of(rows, self._left(processed))
         """Those that the sampler draws."""
         self.left_choices = None if self.left is None else choices.of_rows(self.left.rows)
         by_row = choices.by_row

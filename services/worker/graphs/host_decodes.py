@@ -19,7 +19,7 @@ from services.worker.batch.batch import BrokenPlan, DecodeBatch, DraftTokens, Sc
 from services.worker.batch.decode_reuse import goes_on
 from services.worker.batch.rows import Indices, Int32s
 from services.worker.batch.sequences import SequenceTable
-from services.worker.graphs.decode_draws import DecodeDraws, RowsOfSome
+from services.worker.graphs.decode_draws import DecodeDraws, RowSubset
 from services.worker.models.decoder import Decoder
 from services.worker.models.loaded_model import CausalLm
 from services.worker.models.lora.adapted_models import NativeAdded
@@ -106,7 +106,7 @@ class HostDecode:
         others, values = torch.from_numpy(self._likeliest), torch.from_numpy(self._chances)
         return (RowLogprobs(draws.reported, LogprobTensors(tokens, own, others, values, draws.counts)),)
 
-    def left_logits(self, left: RowsOfSome) -> tuple[Tensor, SamplingBatch]:
+    def left_logits(self, left: RowSubset) -> tuple[Tensor, SamplingBatch]:
         """[A, words] of the rows left, and how they are drawn, but for what grammars allow."""
         logits, choices = self.logits, self.run.draws.left_choices
         assert choices is not None, "rows are left"
@@ -114,7 +114,7 @@ class HostDecode:
             logits = logits.index_select(0, torch.from_numpy(left.rows))
         return logits, choices.later(self._call.steps) if self._call.steps else choices
 
-    def accept(self, left: RowsOfSome, tokens: Tensor, undefined: Tensor) -> None:
+    def accept(self, left: RowSubset, tokens: Tensor, undefined: Tensor) -> None:
         """What was drawn of the rows left [A], and whether it means nothing: sequences hold all that stands from here
         on."""
         self._drawn[left.rows], self._undefined[left.rows] = tokens.numpy(), undefined.numpy()

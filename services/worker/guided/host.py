@@ -56,7 +56,7 @@ _decoder = msgspec.msgpack.Decoder(ToProcess)
 
 
 @dataclass(slots=True)
-class _Followed:
+class _FollowedSequence:
     """A sequence, and what its grammar has taken."""
 
     matcher: GrammarMatcher
@@ -78,7 +78,7 @@ class GrammarHost:
         self._compiler = compiler
         self._limits = limits
         self._words = mask_words(compiler.vocab_size)
-        self._followed: dict[int, _Followed] = {}
+        self._followed: dict[int, _FollowedSequence] = {}
         self._failed: list[Failure] = []
         """Not reported yet."""
         self._compiled: CompiledGrammar | None = None
@@ -161,7 +161,7 @@ class GrammarHost:
         return make_matcher(self._compiled, stops or self._compiler.stops, after, self._compiler.spelling())
 
     def _start(self, start: StartMatching) -> None:
-        followed = self._followed[start.number] = _Followed(self._matcher(start.stops, start.after))
+        followed = self._followed[start.number] = _FollowedSequence(self._matcher(start.stops, start.after))
         with self._failing(start.number):
             followed.matcher.replay(unpack(start.output))
 
@@ -227,7 +227,7 @@ class GrammarHost:
         self._followed.pop(number, None)
         self._failed.append((number, error))
 
-    def _charge(self, number: int, followed: _Followed, begun: float, *, tokens: int) -> None:
+    def _charge(self, number: int, followed: _FollowedSequence, begun: float, *, tokens: int) -> None:
         """What was done since `begun` is on the sequence's account; over its limit it is followed no longer."""
         spent = time.process_time() - begun
         followed.debt = max(0.0, followed.debt + spent - tokens * self._limits.step_seconds)

@@ -37,19 +37,19 @@ _SOURCE = re.compile(r"^\s*\[[\d:]+\] \S+?:\d+: ")
 _CHECK = re.compile(r"^Check failed: \(.*?\)(?: is false)?: ")
 
 
-class _LeftOut:
+class _StubType:
     """Stands for what nobody uses, from whatever it is made."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
 
-class _Absent(ModuleType):
+class _StubModule(ModuleType):
     """Stands for a library of which xgrammar only names things."""
 
-    def __getattr__(self, name: str) -> type[_LeftOut]:
+    def __getattr__(self, name: str) -> type[_StubType]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _LeftOut
+        return _StubType
 
 
 def _load_xgrammar() -> None:
@@ -69,7 +69,7 @@ def _load_alone() -> None:
     try:
         sys.modules["torch"] = None  # type: ignore[assignment] # tvm_ffi goes without
         import_module("tvm_ffi")
-        sys.modules |= {name: _Absent(name) for name in _NAMED_ONLY}
+        sys.modules |= {name: _StubModule(name) for name in _NAMED_ONLY}
         import_module("xgrammar")
     finally:
         for name in _NAMED_ONLY:

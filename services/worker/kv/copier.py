@@ -18,7 +18,7 @@ Copied = Literal["all", "other generation", "other checksum"]
 """other generation: a slot has become another block's. other checksum: what was read is not what was written."""
 
 
-class Piece(NamedTuple):
+class TransferChunk(NamedTuple):
     """Some blocks of a transfer, each with its slot, all of them there."""
 
     blocks: NDArray[np.int32]
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     generations: NDArray[np.uint64]
 
 
-class CacheRun(NamedTuple):
+class HostLayerCache(NamedTuple):
     """One layer's keys or values in main memory: block after block."""
 
     address: int
@@ -36,11 +36,11 @@ class CacheRun(NamedTuple):
 class BoundCopier(Protocol):
     """Copies between one rank's caches and its cells in one arena. Used from the copy thread, beside steps."""
 
-    def save(self, piece: Piece) -> Copied:
+    def save(self, chunk: TransferChunk) -> Copied:
         """Writes the cells of each block, then their checksums. A slot that became another's meanwhile is left
         without checksums, so that nobody takes it for whole. Raises OSError."""
 
-    def load(self, piece: Piece) -> Copied:
+    def load(self, chunk: TransferChunk) -> Copied:
         """Reads the cells of each block, which equal their checksums, or the blocks are zeros. Raises OSError."""
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class KvCopier(Protocol):
     """Knows how a device lays out all layers' caches."""
 
     @property
-    def runs(self) -> Sequence[CacheRun]:
+    def runs(self) -> Sequence[HostLayerCache]:
         """The caches as far as they are pages of this process's memory: none where a device has its own."""
 
     def bind(self, heads: RankHeads) -> BoundCopier:

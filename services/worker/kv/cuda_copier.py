@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from services.worker.kv.arena_cells import WORD, ArenaCells, Generations, Int32s, MakeCells, PlainArenaCells, Slots
-from services.worker.kv.copier import CacheRun, Copied, Piece
+from services.worker.kv.copier import Copied, HostLayerCache, TransferChunk
 from services.worker.kv.rank_heads import RankHeads
 
 _STAGED_BYTES = 1 << 20
-"""Bytes of a part: a quarter of a transfer's piece, so that the parts overlap."""
+"""Bytes of a part: a quarter of a transfer's chunk, so that the parts overlap."""
 Caches = list[tuple[Tensor, Tensor]]
 
 
@@ -80,7 +80,7 @@ class CudaKvCopier:
         self._make_cells = make_cells
 
     @property
-    def runs(self) -> tuple[CacheRun, ...]:
+    def runs(self) -> tuple[HostLayerCache, ...]:
         """None: the caches are no pages of this process's memory."""
         return ()
 
@@ -90,7 +90,7 @@ class CudaKvCopier:
 
 
 class _Part(NamedTuple):
-    """The part of a piece that one staging buffer holds."""
+    """The part of a chunk that one staging buffer holds."""
 
     blocks: Int32s
     slots: Slots
@@ -108,25 +108,25 @@ class BoundCudaKvCopier:
         shape = self._at_once, heads.count, heads.layers, heads.arena.geometry.cell_bytes // WORD.itemsize
         self._stages = tuple(stream.stage(shape) for _ in range(2))
 
-    def save(self, piece: Piece) -> Copied:
+    def save(self, chunk: TransferChunk) -> Copied:
         """See `BoundCopier.save`."""
-        self._heads.touch(piece.slots.tolist())
+        self._heads.touch(chunk.slots.tolist())
         under_way: tuple[_Part, StagingBuffer] | None = None
-        for part, stage in zip(self._parts(piece), cycle(self._stages), strict=False):
+        for part, stage in zip(self._parts(chunk), cycle(self._stages), strict=False):
             self._stream.fetch(part.blocks, stage)
             if under_way is not None and (copied := self._arrive(*under_way)) != "all":
                 return copied
             under_way = part, stage
         return "all" if under_way is None else self._arrive(*under_way)
 
-    def load(self, piece: Piece) -> Copied:
+    def load(self, chunk: TransferChunk) -> Copied:
         """See `BoundCopier.load`."""
-        copied = self._loaded(piece)
+        copied = self._loaded(chunk)
         for stage in self._stages:
             stage.wait()
         if copied != "all":
             # What is undefined must be finite: attention multiplies it with 0.
-            self._stream.clear(piece.blocks)
+            self._stream.clear(chunk.blocks)
         return copied
 
     def close(self) -> None:
@@ -141,9 +141,9 @@ class BoundCudaKvCopier:
         stage.wait()
         return self._cells.write(stage.host[: len(part.blocks)], part.slots, part.generations)
 
-    def _loaded(self, piece: Piece) -> Copied:
+    def _loaded(self, chunk: TransferChunk) -> Copied:
         """Under way to the device when it returns."""
-        for part, stage in zip(self._parts(piece), cycle(self._stages), strict=False):
+        for part, stage in zip(self._parts(chunk), cycle(self._stages), strict=False):
             stage.wait()
             copied = self._cells.read(stage.host[: len(part.blocks)], part.slots, part.generations)
             if copied != "all":
@@ -151,10 +151,10 @@ class BoundCudaKvCopier:
             self._stream.bring(part.blocks, stage)
         return "all"
 
-    def _parts(self, piece: Piece) -> Iterator[_Part]:
-        for first in range(0, len(piece.blocks), self._at_once):
+    def _parts(self, chunk: TransferChunk) -> Iterator[_Part]:
+        for first in range(0, len(chunk.blocks), self._at_once):
             part = slice(first, first + self._at_once)
-            yield _Part(piece.blocks[part], piece.slots[part], piece.generations[part])
+            yield _Part(chunk.blocks[part], chunk.slots[part], chunk.generations[part])
 
 
 class CudaStagingBuffer:

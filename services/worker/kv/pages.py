@@ -48,13 +48,13 @@ FIRST_TOKENS = 512
 """Before any is used, blocks of so many tokens are provided, a few requests', and of no more than `FIRST_BYTES`: an
 engine that idles should not look as if it worked. From then on as many are provided as are in use, up to
 `AHEAD_BYTES`."""
-PIECE_BYTES = 2 << 20
+CHUNK_BYTES = 2 << 20
 """Bytes that are provided at a time: less than a millisecond's work, so that nothing waits for it."""
 
 _log = logging.getLogger(__name__)
 
 
-class PagesAhead:
+class PagePrefault:
     """Owns how far a rank's blocks have their pages. Used from one thread."""
 
     def __init__(self, share: RankKvCache) -> None:
@@ -63,7 +63,7 @@ class PagesAhead:
         block_bytes = max(1, sum(run.block_bytes for run in self._runs))
         self._first = min(FIRST_BYTES // block_bytes, FIRST_TOKENS // share.layout.block_size)
         self._most = AHEAD_BYTES // block_bytes
-        self._at_a_time = max(1, PIECE_BYTES // max((run.block_bytes for run in self._runs), default=1))
+        self._at_a_time = max(1, CHUNK_BYTES // max((run.block_bytes for run in self._runs), default=1))
         self._provided = 0
         """Blocks before this one have their pages, and it and those behind it in the first `_run` runs."""
         self._run = self._piece = 0

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.worker.kv.copier import CacheRun, Copied, Piece
+from services.worker.kv.copier import Copied, HostLayerCache, TransferChunk
 from services.worker.kv.rank_heads import RankHeads
 
 _WORDS: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 2: np.dtype("<u2"), 1: np.dtype("u1")}
@@ -30,10 +30,10 @@ class PlainKvCopier:
         self._dtype = _WORDS[caches[0][0].dtype.itemsize]
 
     @property
-    def runs(self) -> tuple[CacheRun, ...]:
+    def runs(self) -> tuple[HostLayerCache, ...]:
         """Each cache, as pages of this process."""
         caches = [cache for halves in self._caches for cache in halves]
-        return tuple(CacheRun(cache.ctypes.data, cache[0].nbytes) for cache in caches)
+        return tuple(HostLayerCache(cache.ctypes.data, cache[0].nbytes) for cache in caches)
 
     def bind(self, heads: RankHeads) -> BoundPlainKvCopier:
         """See `KvCopier.bind`."""
@@ -57,9 +57,9 @@ class BoundPlainKvCopier:
         self._slots = slots_as_array(heads, dtype)
         self._parts = parts
 
-    def save(self, piece: Piece) -> Copied:
+    def save(self, chunk: TransferChunk) -> Copied:
         """See `BoundCopier.save`."""
-        blocks, slots, generations = (each.tolist() for each in piece)
+        blocks, slots, generations = (each.tolist() for each in chunk)
 
         def put(number: int) -> None:
             to = self._slots[slots[number]]
@@ -70,9 +70,9 @@ class BoundPlainKvCopier:
         self._heads.touch(slots)
         return self._heads.save(slots, generations, put)
 
-    def load(self, piece: Piece) -> Copied:
+    def load(self, chunk: TransferChunk) -> Copied:
         """See `BoundCopier.load`."""
-        blocks, slots, generations = (each.tolist() for each in piece)
+        blocks, slots, generations = (each.tolist() for each in chunk)
 
         def take(number: int) -> None:
             source = self._slots[slots[number]]

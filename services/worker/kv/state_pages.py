@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.kv.copier import BoundCopier, CacheRun, Copied, KvCopier, Piece
+from services.worker.kv.copier import BoundCopier, Copied, HostLayerCache, KvCopier, TransferChunk
 from services.worker.kv.plain_copier import BoundPlainKvCopier
 from services.worker.kv.rank_heads import RankHeads
 
@@ -41,7 +41,7 @@ class StatePagesCopier:
         self._pages = pages.view(_WORD)  # as they are: a number would be rounded
 
     @property
-    def runs(self) -> tuple[CacheRun, ...]:
+    def runs(self) -> tuple[HostLayerCache, ...]:
         """Those of the blocks."""
         return () if self._blocks is None else tuple(self._blocks.runs)
 
@@ -59,16 +59,16 @@ class _BoundCopier:
         self._num_blocks = num_blocks
         self._pages = pages
 
-    def save(self, piece: Piece) -> Copied:
+    def save(self, chunk: TransferChunk) -> Copied:
         """See `BoundCopier.save`."""
-        blocks, pages = self._split(piece)
+        blocks, pages = self._split(chunk)
         if self._blocks is not None and len(blocks.blocks) and (copied := self._blocks.save(blocks)) != "all":
             return copied
         return self._pages.save(pages)
 
-    def load(self, piece: Piece) -> Copied:
+    def load(self, chunk: TransferChunk) -> Copied:
         """See `BoundCopier.load`."""
-        blocks, pages = self._split(piece)
+        blocks, pages = self._split(chunk)
         if self._blocks is not None and len(blocks.blocks) and (copied := self._blocks.load(blocks)) != "all":
             return copied
         return self._pages.load(pages)
@@ -81,8 +81,10 @@ class _BoundCopier:
             self._pages.forget()
             self._blocks.close()
 
-    def _split(self, piece: Piece) -> tuple[Piece, Piece]:
-        is_page = piece.blocks >= self._num_blocks
-        numbers, slots, generations = piece
-        blocks = Piece(numbers[~is_page], slots[~is_page], generations[~is_page])
-        return blocks, Piece(numbers[is_page] - np.int32(self._num_blocks), slots[is_page], generations[is_page])
+    def _split(self, chunk: TransferChunk) -> tuple[TransferChunk, TransferChunk]:
+        is_page = chunk.blocks >= self._num_blocks
+        numbers, slots, generations = chunk
+        blocks = TransferChunk(numbers[~is_page], slots[~is_page], generations[~is_page])
+        return blocks, TransferChunk(
+            numbers[is_page] - np.int32(self._num_blocks), slots[is_page], generations[is_page]
+        )

@@ -1,4 +1,4 @@
-"""Does transfers: maps the arena that each names, and copies piece by piece. Knows no bus, and no order of things."""
+"""Does transfers: maps the arena that each names, and copies chunk by chunk. Knows no bus, and no order of things."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from prometheus_client import Counter, Histogram
 from kvstore.arena.mapped_arena import ArenaError, MappedArena
 from kvstore.arena.shared_bandwidth import BandwidthShare
 from kvstore.core.layout import file_name
-from services.worker.kv.copier import BoundCopier, Copied, Piece, RankKvCache
-from services.worker.kv.pages import PagesAhead
+from services.worker.kv.copier import BoundCopier, Copied, RankKvCache, TransferChunk
+from services.worker.kv.pages import PagePrefault
 from services.worker.kv.rank_heads import RankHeads
 from shared.ids import ArenaId
 from shared.messages.worker import Transfer
 from shared.telemetry.metrics import service_registry
 
-PIECE_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
 """Copied between two looks at whether to go on: a millisecond's work or less."""
 
 STOP_CHECK_SECONDS = 0.02
@@ -92,7 +92,7 @@ class Transfers:
         self._directory = directory
         self._bound: tuple[MappedArena, BoundCopier] | None = None
         self._bytes_of_block = 0
-        self._pages = PagesAhead(share)
+        self._pages = PagePrefault(share)
         self._mapping = self._map_found()
         self._bandwidth = BandwidthShare(directory)
 
@@ -126,18 +126,18 @@ class Transfers:
             self._bound[1].close()
             self._bound = None
 
-    def _run(self, transfer: Transfer, whole: Piece, stopped: Callable[[], bool]) -> Outcome:
+    def _run(self, transfer: Transfer, whole: TransferChunk, stopped: Callable[[], bool]) -> Outcome:
         if transfer.kind == "save" and not self._share.writes:
             return "done"
         arena, copier = self._bound_to(transfer)
         if len(whole.slots) and int(whole.slots.max()) >= arena.slots:
             raise TransferFailed(f"slot {whole.slots.max()} of {arena.slots}")
         copy = copier.save if transfer.kind == "save" else copier.load
-        for piece in _pieces(whole, max(1, PIECE_BYTES // self._bytes_of_block)):
-            self._await_share(transfer.kind, len(piece.blocks) * self._bytes_of_block, stopped)
+        for chunk in _chunks(whole, max(1, CHUNK_BYTES // self._bytes_of_block)):
+            self._await_share(transfer.kind, len(chunk.blocks) * self._bytes_of_block, stopped)
             if stopped():
                 return "stopped"
-            _require_all(copy(piece))
+            _require_all(copy(chunk))
         return "done"
 
     def _await_share(self, kind: str, size: int, stopped: Callable[[], bool]) -> None:
@@ -150,7 +150,7 @@ class Transfers:
         while (left := until - time.perf_counter()) > 0.0 and not stopped():
             time.sleep(min(left, STOP_CHECK_SECONDS))
 
-    def _checked(self, transfer: Transfer) -> Piece:
+    def _checked(self, transfer: Transfer) -> TransferChunk:
         blocks = np.frombuffer(transfer.blocks, dtype="<u4")
         slots = np.frombuffer(transfer.slots, dtype="<u4")
         generations = np.frombuffer(transfer.generations, dtype="<u8")
@@ -158,7 +158,7 @@ class Transfers:
             raise BrokenTransfer(f"{len(blocks)} blocks, {len(slots)} slots, {len(generations)} generations")
         if len(blocks) and int(blocks.max()) >= self._share.num_blocks:
             raise BrokenTransfer(f"block {blocks.max()} of {self._share.num_blocks}")
-        return Piece(blocks.astype(np.int32), slots.astype(np.uint32), generations.astype(np.uint64))
+        return TransferChunk(blocks.astype(np.int32), slots.astype(np.uint32), generations.astype(np.uint64))
 
     def _bound_to(self, transfer: Transfer) -> tuple[MappedArena, BoundCopier]:
         path = self._directory / transfer.path
@@ -170,11 +170,11 @@ class Transfers:
         return arena, copier
 
     def _map_found(self) -> Iterator[Literal[True]]:
-        """Maps what other processes have left, or this one's predecessor, piece by piece: whoever asks for it first is
+        """Maps what other processes have left, or this one's predecessor, chunk by chunk: whoever asks for it first is
         served as fast as those that follow."""
         try:
             arena, _, heads = self._bind(self._directory / file_name(self._share.layout), None)
-            for _ in heads.map_committed(max(1, PIECE_BYTES // self._bytes_of_block)):
+            for _ in heads.map_committed(max(1, CHUNK_BYTES // self._bytes_of_block)):
                 yield True
                 if self._bound is None or self._bound[0] is not arena:
                     return
@@ -195,10 +195,10 @@ class Transfers:
         return arena, copier, heads
 
 
-def _pieces(whole: Piece, count: int) -> Iterator[Piece]:
+def _chunks(whole: TransferChunk, count: int) -> Iterator[TransferChunk]:
     for first in range(0, len(whole.blocks), count):
         part = slice(first, first + count)
-        yield Piece(whole.blocks[part], whole.slots[part], whole.generations[part])
+        yield TransferChunk(whole.blocks[part], whole.slots[part], whole.generations[part])
 
 
 def _require_all(copied: Copied) -> None:

@@ -33,9 +33,9 @@ from services.worker.models.decoder import Decoder
 from services.worker.models.dummy_weights import DummyTensors
 from services.worker.models.expert_parallel.engine_experts import engine_bytes, layer_placer, place_experts
 from services.worker.models.expert_parallel.load_window import LoadWindow
-from services.worker.models.expert_parallel.pace import ThreadPace
 from services.worker.models.expert_parallel.placement import ExpertPlacement
 from services.worker.models.expert_parallel.rearrangement import ExpertRearranger, RearrangerParts
+from services.worker.models.expert_parallel.throttle import ThreadThrottle
 from services.worker.models.fallback.library_loader import load_library_model
 from services.worker.models.hf_config import has_head, is_native, read_model_config
 from services.worker.models.hyper_connections.decoder import CompressedDecoder, StreamsDecoder
@@ -75,7 +75,7 @@ from services.worker.models.quantization.quantized_checkpoint import QuantizedCh
 from services.worker.models.sharding import LayerShard, PipelineStage, shard_of, stage_of
 from services.worker.models.weight_sharing.sharing import shared_weights, sharing_key
 from services.worker.models.weights import DecoderWeights, MixtureMlp
-from services.worker.ops.interface import ExpertPacker, MovesExperts, Ops, PackedExperts
+from services.worker.ops.interface import ExpertPacker, Ops, PackedExperts, SupportsExpertMoves
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.quantized import Scheme
 from services.worker.ops.torch_ops import TorchOps
@@ -197,9 +197,9 @@ def _decoder(
     if settings.shared_rows is not None:
         _share_rows(settings.shared_rows, decoder, settings.communicator, settings.group)
     if packer is not None:
-        pace = ThreadPace()
-        read_beside = _tensors(settings, config, dtype, method, None, pace.rest)
-        gathering = _Gathering(settings, config, ops, packer, read_beside, pace)
+        throttle = ThreadThrottle()
+        read_beside = _tensors(settings, config, dtype, method, None, throttle.rest)
+        gathering = _Gathering(settings, config, ops, packer, read_beside, throttle)
         decoder.rearranger = _rearranger(settings, config, weights, share, gathering)
     return decoder, head
 
@@ -262,7 +262,7 @@ def _share_rows(min_rows: int, decoder: Decoder, communicator: Communicator, gro
 
 def _packer(settings: LoadSettings, ops: Ops, plugin: PluginModel | None) -> ExpertPacker:
     """Raises ModelError where experts cannot be moved while steps are computed."""
-    if plugin is None and settings.platform.in_main_memory and isinstance(ops, MovesExperts):
+    if plugin is None and settings.platform.in_main_memory and isinstance(ops, SupportsExpertMoves):
         return ops.expert_packer()
     where = f"on {settings.platform.name}" if plugin is None else f"of a model of {plugin.where}"
     raise ModelError(
@@ -287,7 +287,7 @@ def _rearranger(
         interval=experts.interval,
         place=layer_placer(experts, config, settings.communicator, settings.group),
         gather=gathering.gather,
-        pace=gathering.pace,
+        throttle=gathering.throttle,
         share=settings.communicator.sum if settings.group is None else settings.group.sum,
         window=LoadWindow(counts, experts.window, experts.interval) if counts else None,
         device=settings.device,
@@ -306,10 +306,10 @@ class _Gathering:
         ops: Ops,
         packer: ExpertPacker,
         tensors: AbstractContextManager[TensorSource],
-        pace: ThreadPace,
+        throttle: ThreadThrottle,
     ) -> None:
         """`tensors` are closed when this is gone."""
-        self._config, self._packer, self._tensors, self.pace = config, packer, tensors, pace
+        self._config, self._packer, self._tensors, self.throttle = config, packer, tensors, throttle
         self._matrices = MatrixLoader(tensors.__enter__(), ops, settings.device, code_of(settings))
 
     def gather(self, layer: int, wanted: Sequence[int], held: Sequence[int], packed: PackedExperts) -> PackedExperts:
@@ -320,7 +320,7 @@ class _Gathering:
                 parts.append((packed, held.index(expert)))
             else:
                 parts.append((load_experts(self._matrices, self._config, self._packer, layer, [expert]), 0))
-                self.pace.rest()
+                self.throttle.rest()
         return self._packer.arrange_experts(parts)
 
 

@@ -336,7 +336,7 @@ class ExpertPacker(Protocol):
 
 
 @runtime_checkable
-class MovesExperts(Protocol):
+class SupportsExpertMoves(Protocol):
     """Operations whose experts may be replaced between two steps."""
 
     def expert_packer(self) -> ExpertPacker:

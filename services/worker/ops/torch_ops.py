@@ -188,7 +188,7 @@ class TorchOps:
         return PackedExperts(ExpertLinears(self._pack_each(gate_up, added[0]), self._pack_each(down, added[1])))
 
     def expert_packer(self) -> TorchExpertPacker:
-        """See `MovesExperts`."""
+        """See `SupportsExpertMoves`."""
         return TorchExpertPacker(self)
 
     def _pack_each(self, stack: WeightStack, biases: Tensor | None) -> tuple[PackedLinear, ...]:

@@ -29,7 +29,7 @@ are too many for it. As by PyTorch, within float32."""
 
 
 @runtime_checkable
-class HasFindLogprobs(Protocol):
+class SupportsFindLogprobs(Protocol):
     """Operations that find log-probabilities by a kernel of their own."""
 
     @property
@@ -39,7 +39,7 @@ class HasFindLogprobs(Protocol):
 
 def find_logprobs_of(ops: object) -> FindLogprobs | None:
     """The kernel of `ops`; None: they have none."""
-    return ops.find_logprobs if isinstance(ops, HasFindLogprobs) else None
+    return ops.find_logprobs if isinstance(ops, SupportsFindLogprobs) else None
 
 
 class LogprobTensors(NamedTuple):

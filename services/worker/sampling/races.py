@@ -38,7 +38,7 @@ _FACTORS = (0x7FEB352D, 0x846CA68B)
 
 
 @runtime_checkable
-class HasDraw(Protocol):
+class SupportsDraw(Protocol):
     """Operations that draw by a kernel of their own."""
 
     @property
@@ -48,7 +48,7 @@ class HasDraw(Protocol):
 
 def draw_of(ops: object) -> Draw | None:
     """The kernel that `ops` draw by; None: they have none."""
-    return ops.draw if isinstance(ops, HasDraw) else None
+    return ops.draw if isinstance(ops, SupportsDraw) else None
 
 
 def race_by_torch(weights: Tensor, keys: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ them, bool [R]: the row's token means nothing then."""
 
 
 @runtime_checkable
-class HasFindLikeliest(Protocol):
+class SupportsFindLikeliest(Protocol):
     """Operations that find the likeliest tokens by a kernel of their own."""
 
     @property
@@ -69,7 +69,7 @@ class HasFindLikeliest(Protocol):
 
 def find_likeliest_of(ops: object) -> FindLikeliest | None:
     """The kernel that `ops` find the likeliest tokens by; None: they have none."""
-    return ops.find_likeliest if isinstance(ops, HasFindLikeliest) else None
+    return ops.find_likeliest if isinstance(ops, SupportsFindLikeliest) else None
 
 
 def sample(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.worker.kv.copier import CacheRun, Copied, Piece, RankKvCache
+from services.worker.kv.copier import Copied, HostLayerCache, RankKvCache, TransferChunk
 from services.worker.sim.shape import ModelShape
 from shared.messages.kvstore import KvLayout
 
@@ -34,7 +34,7 @@ class SimKvCopier:
         self.block_bytes = block_bytes
 
     @property
-    def runs(self) -> tuple[CacheRun, ...]:
+    def runs(self) -> tuple[HostLayerCache, ...]:
         """There is no memory."""
         return ()
 
@@ -50,26 +50,26 @@ class BoundSimKvCopier:
         self._heads = heads
         self._seconds_per_block = seconds_per_block
 
-    def save(self, piece: Piece) -> Copied:
+    def save(self, chunk: TransferChunk) -> Copied:
         """See `BoundCopier.save`."""
-        slots = piece.slots.tolist()
+        slots = chunk.slots.tolist()
         self._heads.touch(slots)
-        return self._heads.save(slots, piece.generations.tolist(), self._copying(piece))
+        return self._heads.save(slots, chunk.generations.tolist(), self._copying(chunk))
 
-    def load(self, piece: Piece) -> Copied:
+    def load(self, chunk: TransferChunk) -> Copied:
         """See `BoundCopier.load`."""
-        return self._heads.load(piece.slots.tolist(), piece.generations.tolist(), self._copying(piece))
+        return self._heads.load(chunk.slots.tolist(), chunk.generations.tolist(), self._copying(chunk))
 
     def close(self) -> None:
         """Lets go of the arena."""
         self._heads.close()
 
-    def _copying(self, piece: Piece) -> Callable[[int], None]:
-        """What takes the piece's time, all of it at its last block: one by one they are too short to sleep for."""
-        ends = time.perf_counter() + len(piece.blocks) * self._seconds_per_block
+    def _copying(self, chunk: TransferChunk) -> Callable[[int], None]:
+        """What takes the chunk's time, all of it at its last block: one by one they are too short to sleep for."""
+        ends = time.perf_counter() + len(chunk.blocks) * self._seconds_per_block
 
         def copy(number: int) -> None:
-            if number + 1 == len(piece.blocks):
+            if number + 1 == len(chunk.blocks):
                 time.sleep(max(0.0, ends - time.perf_counter()))
 
         return copy

@@ -115,7 +115,7 @@ class DraftModelProposer:
 
     @torch.inference_mode()
     def replay_by(self, replaying: Callable[[ForwardPass, KvCaches], ForwardPass]) -> None:
-        """See `drafter.ReplaysDecodes`."""
+        """See `drafter.SupportsDecodeReplay`."""
         self._forward = replaying(self._decoder.forward, self._caches)
         self._replays = True
 

@@ -87,7 +87,7 @@ class HasDecoder(Protocol):
 
 
 @runtime_checkable
-class ReplaysDecodes(Protocol):
+class SupportsDecodeReplay(Protocol):
     """A proposer that runs a decoder."""
 
     def replay_by(self, replaying: Callable[[ForwardPass, KvCaches], ForwardPass]) -> None:

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from kvstore import metrics
 from kvstore.arena.in_flight_block import BlockShape, InFlightBlock, pack_block
 from kvstore.tiers import redis_tier
-from kvstore.tiers.redis_connection import RedisAway, RedisConnection
+from kvstore.tiers.redis_connection import RedisConnection, RedisUnavailable
 from kvstore.tiers.redis_tier import RedisTier, key_of
 from shared.blocks import BlockHash
 from tests.support.cluster.redis_server import RedisServer, redis_server
@@ -383,7 +383,7 @@ def test_a_connection_that_is_closed_under_a_write_means_that_redis_is_away(shar
         try:
             connection._writer.transport.abort()
             await asyncio.sleep(0.01)
-            with pytest.raises(RedisAway, match="the handler is closed"), redis._translated_errors():
+            with pytest.raises(RedisUnavailable, match="the handler is closed"), redis._translated_errors():
                 connection._writer.writelines([b"PING\r\n"])
             with pytest.raises(RuntimeError, match="another"), redis._translated_errors():
                 raise RuntimeError("another")

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvstore.connectors.installed import keeps_blocks
 from kvstore.connectors.interface import KVConnectorBase, KVRole
-from services.scheduler.connector_host import ConnectorHalf
+from services.scheduler.connector_host import SchedulerConnector
 from services.scheduler.core.limits import ConnectorUse, EngineLimits
 from services.worker.kv.connector_thread import ConnectorThread
 from shared.bus.memory_bus import MemoryBus
@@ -55,7 +55,7 @@ async def connector_engine(
     thread = ConnectorThread(halves.worker)
     on_layer = thread.layer_stored if thread.layerwise else None
     bus = MemoryBus()
-    async with engine_on_a_bus(bus, limits, connector=ConnectorHalf(halves.scheduler, use)) as running:
+    async with engine_on_a_bus(bus, limits, connector=SchedulerConnector(halves.scheduler, use)) as running:
         running.add_worker(
             lambda: tiny_backend(
                 model.path,

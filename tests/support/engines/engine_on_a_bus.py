@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from services.scheduler.actor import SchedulerActor
-from services.scheduler.connector_host import ConnectorHalf
+from services.scheduler.connector_host import SchedulerConnector
 from services.scheduler.core.invariants import check
 from services.scheduler.core.limits import EngineLimits
 from services.scheduler.journal import JournalSettings
@@ -123,7 +123,7 @@ class EngineOnABus:
         bus: MemoryBus,
         limits: EngineLimits | None = None,
         journal: JournalSettings | None = None,
-        connector: ConnectorHalf | None = None,
+        connector: SchedulerConnector | None = None,
     ) -> None:
         self.bus = bus
         self.notes = Notes()
@@ -208,7 +208,7 @@ async def engine_on_a_bus(
     bus: MemoryBus,
     limits: EngineLimits | None = None,
     journal: JournalSettings | None = None,
-    connector: ConnectorHalf | None = None,
+    connector: SchedulerConnector | None = None,
 ) -> AsyncIterator[EngineOnABus]:
     engine = EngineOnABus(bus, limits, journal, connector)
     await engine.start()

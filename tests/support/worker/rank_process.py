@@ -267,7 +267,7 @@ def hear(heard: queue.SimpleQueue[Heard], this: Rank) -> None:
     while True:
         heard.put(message := Heard(read(sys.stdin.buffer)))
         if this.backend is not None and this.backend.group is not None:
-            this.backend.group.stir()
+            this.backend.group.notify_plan()
         if message.payload is None:
             return
 
@@ -276,7 +276,7 @@ def next_message(heard: queue.SimpleQueue[Heard], this: Rank) -> bytes | None:
     """Until it comes, steps of other engines are computed."""
     if this.backend is not None and this.backend.group is not None:
         with this.backend.compute_context():
-            this.backend.group.until_plan(lambda: not heard.empty())
+            this.backend.group.wait_for_plan(lambda: not heard.empty())
     return heard.get().payload
 
 

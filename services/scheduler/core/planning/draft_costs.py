@@ -64,7 +64,7 @@ class FittedLine:
             self.alike = 0
             self.slope = max(0.0, (self._xy * self.weight - self._x * self._y) / spread)
 
-    def fade(self) -> None:
+    def decay(self) -> None:
         """Records a step that gave no point: the present points lose weight."""
         if self.weight > MIN_FADED_WEIGHT:
             self.weight *= FADE_MEANWHILE
@@ -108,7 +108,7 @@ class DraftCosts:
         if self.plain.covers(sequences):
             seconds = min(seconds, MAX_RATIO * self.plain.at(sequences))
         self.plain.add(sequences, seconds)
-        self.extra.fade()
+        self.extra.decay()
         self._record_tokens(sequences, 0, 0)
 
     def record_drafting(self, sequences: int, drafted: int, accepted: int, seconds: float) -> None:
@@ -117,7 +117,7 @@ class DraftCosts:
         if self.extra.weight >= MIN_WEIGHT:
             seconds = min(seconds, MAX_RATIO * (plain + max(0.0, self.extra.at(drafted))))
         self.extra.add(drafted, seconds - plain)
-        self.plain.fade()
+        self.plain.decay()
         self._record_tokens(sequences, sequences, accepted)
 
     def _record_tokens(self, passed: int, drafting: int, accepted: int) -> None:

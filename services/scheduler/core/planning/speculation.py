@@ -221,7 +221,7 @@ class SpeculationBudget:
             drafts += 1
             accepted *= rate
         if not drafts:
-            sequence.acceptance.fade()
+            sequence.acceptance.decay()
         if self._fixed_lengths is not None:
             return limit if self._fixed_lengths == "many" else 1
         return max(drafts, self._min_drafts)

@@ -29,7 +29,7 @@ FIND_SECONDS = 0.1
 
 
 @dataclass(slots=True)
-class _Saving:
+class _PromptSave:
     generation: Generation
     names: list[BlockHash]
     blocks: int
@@ -39,14 +39,14 @@ class _Saving:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _LeaseRequest:
     generation: Generation
     names: int
     blocks: int
 
 
 @dataclass(slots=True)
-class _Kept:
+class _PromptLease:
     lease: LeaseId
     until: float
 
@@ -59,9 +59,9 @@ class PromptKeeper:
     ) -> None:
         self._engine, self._saves, self._memory, self._store, self._workers = engine, saves, memory, store, workers
         self._reports: list[SendToGateway] = []
-        self._saving: dict[RequestId, _Saving] = {}
-        self._asked: dict[LeaseId, _Asked] = {}
-        self._kept: dict[RequestId, _Kept] = {}
+        self._saving: dict[RequestId, _PromptSave] = {}
+        self._asked: dict[LeaseId, _LeaseRequest] = {}
+        self._kept: dict[RequestId, _PromptLease] = {}
         """In the order in which they run out."""
 
     @property
@@ -80,7 +80,7 @@ class PromptKeeper:
             return
         needed = self._memory.needed(sequence, 0, blocks * size, None)
         names = [each.hash for each in needed]
-        self._saving[generation.request] = _Saving(generation, names, blocks, self._saves.save_now(needed))
+        self._saving[generation.request] = _PromptSave(generation, names, blocks, self._saves.save_now(needed))
 
     def record_save(self, save: SaveOutcome) -> None:
         """Records the end of a save for all prompts that wait for it."""
@@ -97,7 +97,7 @@ class PromptKeeper:
                 self._report(saving.generation, 0)
                 continue
             lease = self._store.find(saving.names, FIND_SECONDS, None, keep=True)
-            self._asked[lease] = _Asked(saving.generation, len(saving.names), saving.blocks)
+            self._asked[lease] = _LeaseRequest(saving.generation, len(saving.names), saving.blocks)
 
     def record_reply(self, lease: LeaseId, reply: KvStoreReply | None, now: float) -> bool:
         """The store has replied, or (None) has not in time; False where the lease is not of a kept prompt."""
@@ -109,7 +109,7 @@ class PromptKeeper:
             self._store.release(lease)
             self._report(asked.generation, 0)
             return True
-        self._kept[asked.generation.request] = _Kept(lease, now + KEEP_SECONDS)
+        self._kept[asked.generation.request] = _PromptLease(lease, now + KEEP_SECONDS)
         self._report(asked.generation, asked.blocks)
         return True
 

@@ -18,7 +18,7 @@ KEEP_SECONDS = 10.0
 """For which room is kept. A request that takes longer waits for its turn, as those without room do."""
 
 
-class _KeptRoom(NamedTuple):
+class _RoomReservation(NamedTuple):
     blocks: int
     until: float
 
@@ -30,7 +30,7 @@ class RemotePrefills:
         self.leaving: list[Sequence] = []
         """To be taken by `EpochState`; only this class writes it."""
         self._store = store
-        self._kept: dict[RequestId, _KeptRoom] = {}
+        self._kept: dict[RequestId, _RoomReservation] = {}
 
     def pays(self, sequence: Sequence, cached: int, *, decodes: bool) -> bool:
         """Whether another engine is to compute the prompt of a sequence whose turn it is, and of which our own memory
@@ -45,7 +45,7 @@ class RemotePrefills:
         """Keeps room for the sequence, which the caller has taken out of its queue."""
         self.leaving.append(sequence)
         blocks = blocks_for(sequence.tokens.length, sequence.tokens.block_size) + 1
-        self._kept[sequence.generation.request] = _KeptRoom(blocks, now + KEEP_SECONDS)
+        self._kept[sequence.generation.request] = _RoomReservation(blocks, now + KEEP_SECONDS)
 
     def take_leaving(self) -> list[Sequence]:
         """The sequences to be passed on; each is returned once."""

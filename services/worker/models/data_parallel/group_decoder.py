@@ -67,8 +67,8 @@ class GroupDecoder(LockstepMember, Decoder):
             self._compute_for_others(self._weights.layers[-1])
         return logits
 
-    def compute_step_of_others(self) -> None:
-        """See `LockstepMember.compute_step_of_others`."""
+    def execute_dummy_step(self) -> None:
+        """See `LockstepMember.execute_dummy_step`."""
         self._step = self.lockstep.begin(0, 0)
         if self.rearranger is not None:
             self.rearranger.begin_step()

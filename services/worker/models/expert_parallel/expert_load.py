@@ -40,7 +40,7 @@ class ExpertLoadFile(Struct, frozen=True):
     """Picks of each expert, by the layer's number."""
 
 
-class _Settled(NamedTuple):
+class _LastBalance(NamedTuple):
     """What had been picked when a layer's experts were moved last."""
 
     counts: list[int]
@@ -66,7 +66,7 @@ class ExpertLoad:
         no such file."""
         self._counts = counts
         self._placements = list(placements)
-        self._settled: dict[int, _Settled] = {}
+        self._settled: dict[int, _LastBalance] = {}
         self._lock = threading.Lock()
         self._rearranger: ExpertRearranger | None = None
         self._path = path
@@ -110,7 +110,7 @@ class ExpertLoad:
         """What was picked so far was computed where experts are until now."""
         with self._lock:
             counts = self._counts[layer].tolist()
-            self._settled[layer] = _Settled(counts, self._by_rank(layer, counts))
+            self._settled[layer] = _LastBalance(counts, self._by_rank(layer, counts))
             self._placements[layer] = placement
 
     def _by_rank(self, layer: int, counts: list[int]) -> list[float]:

@@ -29,8 +29,8 @@ from services.worker.models.config import ModelError
 from services.worker.models.expert_parallel.expert_balance import ExpertMoves
 from services.worker.models.expert_parallel.load_window import LoadWindow
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
-from services.worker.models.expert_parallel.pace import ThreadPace
 from services.worker.models.expert_parallel.placement import ExpertPlacement
+from services.worker.models.expert_parallel.throttle import ThreadThrottle
 from services.worker.ops.interface import PackedExperts
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class RearrangerParts:
     place: PlaceLayer
     gather: GatherExperts
     """Called on the thread beside steps."""
-    pace: ThreadPace
+    throttle: ThreadThrottle
     """Of that thread."""
     share: Callable[[Tensor], Tensor]
     """The sum of every rank's tensor."""
@@ -86,7 +86,7 @@ class ExpertRearranger:
         self._experts = max(map(max, placements[0].ranks)) + 1
         self._steps = 0
         self._counting = False
-        self._moving: _Mover | None = None
+        self._moving: _RearrangementThread | None = None
 
     def restart(self) -> None:
         """What steps have picked so far decides nothing. Called before the first step of a request."""
@@ -111,9 +111,9 @@ class ExpertRearranger:
         load = self._parts.share(load)  # whose sums have the same bits on every rank
         if load.any():
             self.moves = self.moves._replace(under_way=True)
-            self._moving = _Mover(self._parts, list(self.placements), load.tolist())
+            self._moving = _RearrangementThread(self._parts, list(self.placements), load.tolist())
 
-    def _vote(self, moving: _Mover) -> None:
+    def _vote(self, moving: _RearrangementThread) -> None:
         item = moving.look()
         failed = isinstance(item, (ModelError, OSError))
         ballot = torch.tensor([item is not None, failed], dtype=torch.float32, device=self._parts.device)
@@ -123,12 +123,12 @@ class ExpertRearranger:
             self._finish(moving, completed=False)
         elif ready < len(self.placements[0].ranks):
             return
-        elif isinstance(item, _ReadyLayer):
+        elif isinstance(item, _PackedLayer):
             self._change(moving, item)
         else:
             self._finish(moving, completed=True)
 
-    def _change(self, moving: _Mover, ready: _ReadyLayer) -> None:
+    def _change(self, moving: _RearrangementThread, ready: _PackedLayer) -> None:
         held, before = self._parts.layers[ready.layer], self.placements[ready.layer]
         if self.on_change is not None:
             self.on_change(ready.layer, ready.placement)
@@ -140,7 +140,7 @@ class ExpertRearranger:
         )
         moving.take(replaced)
 
-    def _finish(self, moving: _Mover, *, completed: bool) -> None:
+    def _finish(self, moving: _RearrangementThread, *, completed: bool) -> None:
         self._moving = None
         moving.end()
         seconds = time.monotonic() - moving.began
@@ -154,7 +154,7 @@ class ExpertRearranger:
             _log.info("experts of %d layers were moved beside steps in %.1f s", moving.changed, seconds)
 
 
-class _ReadyLayer(NamedTuple):
+class _PackedLayer(NamedTuple):
     """A layer's experts on this rank as they are to be."""
 
     layer: int
@@ -163,26 +163,26 @@ class _ReadyLayer(NamedTuple):
     local: LocalExperts
 
 
-class _Over(NamedTuple):
+class _RearrangementDone(NamedTuple):
     """All layers are as they are to be."""
 
 
-class _Mover:
+class _RearrangementThread:
     """Owns the thread of one rearrangement. Its next layer is packed when the one before has been taken."""
 
     def __init__(
         self, parts: RearrangerParts, placements: Sequence[ExpertPlacement], load: Sequence[Sequence[float]]
     ) -> None:
         self._parts, self._placements, self._load = parts, placements, load
-        self._ready: SimpleQueue[_ReadyLayer | _Over | BaseException] = SimpleQueue()
+        self._ready: SimpleQueue[_PackedLayer | _RearrangementDone | BaseException] = SimpleQueue()
         self._replaced: SimpleQueue[PackedExperts | None] = SimpleQueue()
-        self._item: _ReadyLayer | _Over | BaseException | None = None
+        self._item: _PackedLayer | _RearrangementDone | BaseException | None = None
         self.began = time.monotonic()
         self.changed = 0
         """Layers that were taken."""
         threading.Thread(target=self._run, name="experts", daemon=True).start()
 
-    def look(self) -> _ReadyLayer | _Over | ModelError | OSError | None:
+    def look(self) -> _PackedLayer | _RearrangementDone | ModelError | OSError | None:
         """What is next, the same until it is taken; None: it is not there yet. Raises what is no expected failure."""
         if self._item is None:
             try:
@@ -206,27 +206,27 @@ class _Mover:
     # ---- on the thread
 
     def _run(self) -> None:
-        self._parts.pace.start()
+        self._parts.throttle.start()
         try:
             with torch.inference_mode():
                 for load, (layer, held) in zip(self._load, self._parts.layers.items(), strict=True):
                     ready = self._prepare(layer, held, load)
-                    self._parts.pace.rest()
+                    self._parts.throttle.rest()
                     if ready is None:
                         continue
                     self._ready.put(ready)
                     del ready
                     if self._replaced.get() is None:
                         return
-            self._ready.put(_Over())
+            self._ready.put(_RearrangementDone())
         except BaseException as error:  # looked at by the thread that computes
             self._ready.put(error)
 
-    def _prepare(self, layer: int, held: RankExperts, load: Sequence[float]) -> _ReadyLayer | None:
+    def _prepare(self, layer: int, held: RankExperts, load: Sequence[float]) -> _PackedLayer | None:
         """None: its experts stay where they are, on every rank."""
         current, rank = self._placements[layer], self._parts.rank
         wanted = self._parts.place(current, load)
         if wanted == current:
             return None
         packed = self._parts.gather(layer, wanted.experts_of(rank), current.experts_of(rank), held.packed)
-        return _ReadyLayer(layer, wanted, packed, LocalExperts.of(wanted, rank, self._parts.device))
+        return _PackedLayer(layer, wanted, packed, LocalExperts.of(wanted, rank, self._parts.device))

@@ -465,8 +465,8 @@ class GroupLibraryDecoder(LockstepMember, LibraryDecoder):
         self._meeting.begin(self.lockstep.begin(len(ids), len(ids)))
         return super().forward(ids, meta, caches, features)
 
-    def compute_step_of_others(self) -> None:
-        """See `LockstepMember.compute_step_of_others`."""
+    def execute_dummy_step(self) -> None:
+        """See `LockstepMember.execute_dummy_step`."""
         self._meeting.begin(self.lockstep.begin(0, 0))
         for mixture in self._mixtures:
             mixture.compute_for_others()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from services.worker.kv.arena_cells import ArenaCells, Generations, Int32s, PlainArenaCells, Slots
-from services.worker.kv.copier import CacheRun, Copied, Piece
+from services.worker.kv.copier import Copied, HostLayerCache, TransferChunk
 from services.worker.kv.rank_heads import RankHeads
 from services.worker.ops.native import library
 from services.worker.ops.native.build import BuildError, best_level, library_path
@@ -48,10 +48,10 @@ class NativeKvCopier:
         )
 
     @property
-    def runs(self) -> tuple[CacheRun, ...]:
+    def runs(self) -> tuple[HostLayerCache, ...]:
         """Each layer's keys and values, as they lie in this process's memory."""
         caches = [cache for halves in self._caches for cache in halves]
-        return tuple(CacheRun(cache.data_ptr(), cache[0].nbytes) for cache in caches)
+        return tuple(HostLayerCache(cache.data_ptr(), cache[0].nbytes) for cache in caches)
 
     def bind(self, heads: RankHeads) -> BoundNativeKvCopier:
         """For these heads and layers of an arena. Raises OSError for heads too small for the library's checksums."""
@@ -107,22 +107,22 @@ class BoundNativeKvCopier:
         self._heads = heads
         self._arena = _arena_of(heads)
 
-    def save(self, piece: Piece) -> Copied:
+    def save(self, chunk: TransferChunk) -> Copied:
         """See `BoundCopier.save`. Python's lock is not held meanwhile."""
-        self._heads.touch(piece.slots.tolist())
-        return self._copy(self._library.baton_kv_save, piece)
+        self._heads.touch(chunk.slots.tolist())
+        return self._copy(self._library.baton_kv_save, chunk)
 
-    def load(self, piece: Piece) -> Copied:
+    def load(self, chunk: TransferChunk) -> Copied:
         """See `BoundCopier.load`. Python's lock is not held meanwhile."""
-        return self._copy(self._library.baton_kv_load, piece)
+        return self._copy(self._library.baton_kv_load, chunk)
 
     def close(self) -> None:
         """Lets go of the arena's memory."""
         self._heads.close()
 
-    def _copy(self, function: Callable[..., int], piece: Piece) -> Copied:
+    def _copy(self, function: Callable[..., int], chunk: TransferChunk) -> Copied:
         what = KvBlocks(
-            len(piece.blocks), piece.blocks.ctypes.data, piece.slots.ctypes.data, piece.generations.ctypes.data
+            len(chunk.blocks), chunk.blocks.ctypes.data, chunk.slots.ctypes.data, chunk.generations.ctypes.data
         )
         return _COPIED[function(ctypes.byref(self._memory), ctypes.byref(self._arena), ctypes.byref(what))]
 

@@ -56,7 +56,7 @@ class TorchStates:
             return self._selected(projected, mixer, cache, meta, meta.states)
         if isinstance(mixer, RecurrentUnit):
             return self._recurred(projected, mixer, cache, meta, meta.states)
-        rule = DeltaRule(mixer) if isinstance(mixer, DeltaNet) else SpaceRule(mixer)
+        rule = DeltaRule(mixer) if isinstance(mixer, DeltaNet) else StateSpaceRecurrence(mixer)
         gates, channels = mixer.gates, mixer.conv_weight.shape[1]
         gate, inputs, steps = projected.float().tensor_split([gates, gates + channels], dim=1)
         decodes, parts = meta.num_decodes, []
@@ -147,7 +147,7 @@ def hand_on_in_turns(kept: Tensor, added: Tensor, state: Tensor, prompts: Prompt
     return before
 
 
-class SpaceRule(NamedTuple):
+class StateSpaceRecurrence(NamedTuple):
     """How a state space goes on."""
 
     space: StateSpace

@@ -56,7 +56,7 @@ def argument_names(processors: ProcessorClasses) -> tuple[str, ...]:
     return tuple(name for processor in processors.values() for name in processor.extra_args)
 
 
-class _Asking(NamedTuple):
+class _RowParams(NamedTuple):
     sequence: SequenceId
     params: ProcessorParams
 
@@ -75,7 +75,7 @@ class RequestProcessors:
                 self._batches[name] = ProcessorBatch(name, partial(made, config))
             except Exception as error:  # whatever a foreign package raises
                 raise PluginError(f"{described(find_plugin(GROUP, name))}: {error!r}") from None
-        self._asking: dict[int, _Asking] = {}
+        self._asking: dict[int, _RowParams] = {}
         self._failed: deque[SequenceFailed] = deque()
         """Not reported yet."""
 
@@ -115,7 +115,7 @@ class RequestProcessors:
                 why = f"the logits processor {name} failed: {error!r}"
                 self._failed.append(SequenceFailed(new.sequence, why, "processor"))
                 return
-        self._asking[seq_index] = _Asking(new.sequence, params)
+        self._asking[seq_index] = _RowParams(new.sequence, params)
 
     def release(self, seq_index: int) -> None:
         """Forgets the sequence at `seq_index`, whether or not it asks for a processor."""
@@ -169,7 +169,7 @@ class RequestProcessors:
 
     @staticmethod
     def _request_rows(
-        own: SamplingBatch, asking: dict[int, _Asking], history: HistoryLookup, generations: NDArray[np.int64]
+        own: SamplingBatch, asking: dict[int, _RowParams], history: HistoryLookup, generations: NDArray[np.int64]
     ) -> list[RequestRow]:
         tokens, lengths, prompts = history(own.seq_indices, own.position)
         assert isinstance(tokens, np.ndarray), "ranks with processors know all tokens on the host"

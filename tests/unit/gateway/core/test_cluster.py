@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from services.gateway.core.cluster import MODEL_MEMORY_S, REQUIRED_SERVICES, Absence, ClusterView
+from services.gateway.core.cluster import MODEL_MEMORY_S, REQUIRED_SERVICES, ClusterView, ModelUnavailable
 from shared.ids import InstanceId, LoraId, ModelName
 from shared.messages.dialects import Dialect
 from shared.messages.lifecycle import DetokenizerReport, EngineReport, Lifecycle, Phase, SleepReport, TokenizerReport
@@ -49,7 +49,9 @@ def test_requests_wait_for_a_drained_engine_and_are_then_refused() -> None:
     whole(cluster, 1.9, "scheduler")
     cluster.record_lifecycle(replace(engine(), phase="draining"), 1.9)
     assert cluster.absence(CARD.name, 2.1) is None
-    assert cluster.absence(CARD.name, 2.2) == cluster.absence(None, 2.2) == Absence("no scheduler is ready", 0.1)
+    assert (
+        cluster.absence(CARD.name, 2.2) == cluster.absence(None, 2.2) == ModelUnavailable("no scheduler is ready", 0.1)
+    )
     cluster.record_lifecycle(replace(engine("engine-2"), phase="starting"), 2.3)
     assert reason(cluster, 2.3) == "no scheduler is ready"
     cluster.record_lifecycle(engine("engine-2"), 2.4)
@@ -90,7 +92,7 @@ def test_what_is_silent_was_there_until_its_next_heartbeat_was_due() -> None:
     whole(cluster, 1.5, "scheduler")
     assert [gone.last.service for gone in cluster.expire(2.5)] == ["scheduler"]
     assert cluster.absence(CARD.name, 2.5) is None
-    assert cluster.absence(CARD.name, 2.6) == Absence("no scheduler is ready", 0.5)
+    assert cluster.absence(CARD.name, 2.6) == ModelUnavailable("no scheduler is ready", 0.5)
 
 
 def test_a_model_outlives_its_engines_for_a_while() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.core.overflow import DAY, OverflowBudget, OverflowLimits, StartDelays
+from services.gateway.core.overflow import DAY, FirstTokenDelays, OverflowBudget, OverflowLimits
 from shared.ids import ModelName
 
 LIMITS = OverflowLimits(concurrency=2, requests_per_minute=4, tokens_per_day=100)
@@ -47,7 +47,7 @@ def test_a_provider_that_keeps_failing_is_left_alone_for_longer_and_longer() -> 
 
 
 def test_a_wait_is_expected_to_be_as_long_as_those_that_ended_last() -> None:
-    delays = StartDelays(10.0)
+    delays = FirstTokenDelays(10.0)
     assert delays.predicted(MODEL, 0.0) == 0.0
     for number, wait in enumerate((1.0, 2.0, 30.0)):
         delays.record_arrival(number, MODEL, 5.0 - wait)
@@ -58,7 +58,7 @@ def test_a_wait_is_expected_to_be_as_long_as_those_that_ended_last() -> None:
 
 
 def test_where_nobody_has_begun_lately_the_wait_of_the_first_in_line_counts() -> None:
-    delays = StartDelays(10.0)
+    delays = FirstTokenDelays(10.0)
     delays.record_arrival("first", MODEL, 0.0)
     delays.record_arrival("second", MODEL, 8.0)
     assert delays.predicted(MODEL, 20.0) == 20.0

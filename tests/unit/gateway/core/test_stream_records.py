@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from services.gateway.core.stream_records import (
     MAX_STREAM_BYTES,
-    GatewayLife,
+    GatewayRun,
     StreamRecords,
     newest_attempt,
 )
 from shared.ids import Attempt, GatewayId, Incarnation, RequestId
 from shared.messages.gateway import Delta, KeepStream, StreamOpened, StreamOpening, StreamsGrown
 
-ONE, TWO = GatewayLife(GatewayId("gateway-1"), Incarnation(1)), GatewayLife(GatewayId("gateway-2"), Incarnation(2))
+ONE, TWO = (
+    GatewayRun(GatewayId("gateway-1"), Incarnation(1)),
+    GatewayRun(GatewayId("gateway-2"), Incarnation(2)),
+)
 
 
 def opening(stream: str = "s", choices: int = 1, body: bytes = b"{}") -> StreamOpening:

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.gateway.core.cluster import Absence
+from services.gateway.core.cluster import ModelUnavailable
 from services.gateway.core.effects import AttemptRetry, CancelAttempt, DispatchAttempt, ProbeEngine
 from services.gateway.core.open_request import RetryPolicy
 from services.gateway.core.supervisor import RequestSupervisor
@@ -110,7 +110,7 @@ def streaming(tokens: int = 2) -> Watched:
     return watched
 
 
-ABSENCE = Absence("no scheduler is ready", 0.0)
+ABSENCE = ModelUnavailable("no scheduler is ready", 0.0)
 MODEL = ModelName("demo")
 
 

@@ -17,7 +17,7 @@ from services.gateway.http.connection import (
     MAX_PIPELINED,
     MIN_PIECE_BYTES,
     Connection,
-    ReadTurns,
+    ReadBudget,
     RequestStarts,
     UnflushedConnections,
 )
@@ -68,12 +68,12 @@ async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
 def _connected(
     unflushed: UnflushedConnections,
     app: ASGIApp = _no_app,
-    turns: ReadTurns | None = None,
+    turns: ReadBudget | None = None,
     starts: RequestStarts | None = None,
 ) -> tuple[Connection, Socket]:
     config = uvicorn.Config(app, http=Connection, ws="none", lifespan="off", log_config=None, interface="asgi3")
     config.load()
-    shared = (unflushed, turns or ReadTurns(), starts or RequestStarts())
+    shared = (unflushed, turns or ReadBudget(), starts or RequestStarts())
     connection = Connection(*shared, config=config, server_state=ServerState(), app_state={})
     connection.connection_made(socket := Socket())
     return connection, socket
@@ -151,7 +151,7 @@ async def test_who_sends_much_that_is_small_leaves_others_their_turn(
     flood: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "READ_SECONDS", 1e-9)
-    unflushed, turns = UnflushedConnections(), ReadTurns()
+    unflushed, turns = UnflushedConnections(), ReadBudget()
     (hostile, of_hostile), (good, of_good) = (_connected(unflushed, _echo, turns) for _ in range(2))
     hostile.data_received(flood)
     good.data_received(b"GET /good HTTP/1.1\r\n\r\n")
@@ -166,7 +166,7 @@ async def test_who_sends_much_that_is_small_leaves_others_their_turn(
 
 async def test_of_requests_that_come_together_a_few_begin_in_each_turn() -> None:
     """Whether they are the first of their connections or not."""
-    unflushed, turns, starts = UnflushedConnections(), ReadTurns(), RequestStarts()
+    unflushed, turns, starts = UnflushedConnections(), ReadBudget(), RequestStarts()
     begun = 0
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -189,7 +189,7 @@ async def test_of_requests_that_come_together_a_few_begin_in_each_turn() -> None
 async def test_bodies_that_arrive_together_take_no_turn_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn may take milliseconds, where the loop has other things to do."""
     monkeypatch.setattr(module, "READ_SECONDS", 0.0)
-    unflushed, turns = UnflushedConnections(), ReadTurns()
+    unflushed, turns = UnflushedConnections(), ReadBudget()
     clients = [_connected(unflushed, _echo, turns) for _ in range(3)]
     head = b"POST /body HTTP/1.1\r\ncontent-length: 250000\r\n\r\n"
     for connection, _ in clients:

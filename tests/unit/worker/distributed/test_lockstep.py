@@ -106,7 +106,7 @@ class SimulatedRank:
     def run(self) -> None:
         try:
             while True:
-                self.lockstep.until_plan(lambda: not self.plans.empty(), lambda: self._step(0))
+                self.lockstep.wait_for_plan(lambda: not self.plans.empty(), lambda: self._step(0))
                 if (plan := self.plans.get_nowait()) is None:
                     return
                 if plan.meets:
@@ -123,7 +123,7 @@ class SimulatedRank:
 
     def send(self, plan: Plan | None) -> None:
         self.plans.put(plan)
-        self.lockstep.stir()
+        self.lockstep.notify_plan()
 
 
 def group(engines: int, tp: int, begun: int = 0, seed: int = 0) -> tuple[SharedNotifier, list[SimulatedRank]]:

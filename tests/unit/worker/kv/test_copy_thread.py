@@ -16,7 +16,7 @@ from services.worker.backend import StepOutput
 from services.worker.executor.compute_thread import ComputeThread
 from services.worker.executor.plan_queue import PlanQueue
 from services.worker.kv import copy_thread
-from services.worker.kv.copier import Copied, Piece, RankKvCache
+from services.worker.kv.copier import Copied, RankKvCache, TransferChunk
 from services.worker.kv.copy_thread import CopyingStuck, CopyThread, TransferEnded, around
 from services.worker.kv.rank_heads import RankHeads
 from shared.ids import Incarnation, ModelName
@@ -76,12 +76,12 @@ class Scripted(StepByStep):
     def bind(self, heads: RankHeads) -> Scripted:
         return self
 
-    def save(self, piece: Piece) -> Copied:
-        self._do(f"save {piece.blocks[0]}")
+    def save(self, chunk: TransferChunk) -> Copied:
+        self._do(f"save {chunk.blocks[0]}")
         return "all"
 
-    def load(self, piece: Piece) -> Copied:
-        self._do(f"load {piece.blocks[0]}")
+    def load(self, chunk: TransferChunk) -> Copied:
+        self._do(f"load {chunk.blocks[0]}")
         return "all"
 
     def close(self) -> None:

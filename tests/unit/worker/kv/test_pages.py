@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from kvstore.core.layout import file_name
 from services.worker.kv import pages as pages_ahead
-from services.worker.kv.copier import BoundCopier, CacheRun, RankKvCache
-from services.worker.kv.pages import PagesAhead
+from services.worker.kv.copier import BoundCopier, HostLayerCache, RankKvCache
+from services.worker.kv.pages import PagePrefault
 from services.worker.kv.rank_heads import RankHeads
 from services.worker.kv.transfers import Transfers
 from services.worker.ops.native.kernels import zeroed
@@ -34,7 +34,7 @@ class Device:
             mmap.mmap(-1, blocks * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2)
         ]
         self.tensors = [torch.frombuffer(each, dtype=torch.uint8) for each in self.memory]
-        self.runs = [CacheRun(tensor.data_ptr(), block_bytes) for tensor in self.tensors]
+        self.runs = [HostLayerCache(tensor.data_ptr(), block_bytes) for tensor in self.tensors]
         self.share = RankKvCache(LAYOUT, 0, 1, True, blocks, self, 0, 1)
 
     def bind(self, heads: RankHeads) -> BoundCopier:
@@ -54,10 +54,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 KiB at first, 128 KiB ahead at most, 16 KiB at a time."""
     monkeypatch.setattr(pages_ahead, "FIRST_BYTES", 64 * KIB)
     monkeypatch.setattr(pages_ahead, "AHEAD_BYTES", 128 * KIB)
-    monkeypatch.setattr(pages_ahead, "PIECE_BYTES", 16 * KIB)
+    monkeypatch.setattr(pages_ahead, "CHUNK_BYTES", 16 * KIB)
 
 
-def steps(pages: PagesAhead) -> int:
+def steps(pages: PagePrefault) -> int:
     count = 0
     while pages.left:
         pages.provide_some()
@@ -69,7 +69,7 @@ def steps(pages: PagesAhead) -> int:
 @pytest.mark.usefixtures("small")
 def test_what_is_used_first_has_its_pages_before_anybody_comes() -> None:
     device = Device(blocks=64, block_bytes=8 * KIB)
-    pages = PagesAhead(device.share)
+    pages = PagePrefault(device.share)
     assert steps(pages) == 4, "16 KiB a piece: four blocks of 16 KiB in two runs"
     assert [device.resident(run) for run in (0, 1)] == [32 * KIB, 32 * KIB]
     pages.used(1)
@@ -93,7 +93,7 @@ def test_of_a_small_model_few_tokens_have_their_pages_first(monkeypatch: pytest.
     """Not as many as fit into the bytes, which would be more memory than the model's own."""
     monkeypatch.setattr(pages_ahead, "FIRST_TOKENS", 2 * LAYOUT.block_size)
     device = Device(blocks=64, block_bytes=8 * KIB)
-    pages = PagesAhead(device.share)
+    pages = PagePrefault(device.share)
     steps(pages)
     assert device.resident(0) == 16 * KIB, "two blocks, where four fit into 64 KiB"
 
@@ -102,9 +102,9 @@ def test_of_a_small_model_few_tokens_have_their_pages_first(monkeypatch: pytest.
 @pytest.mark.usefixtures("small")
 def test_no_more_is_provided_at_once_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages_ahead, "FIRST_TOKENS", 2 * LAYOUT.block_size)
-    monkeypatch.setattr(pages_ahead, "PIECE_BYTES", 256 * KIB)
+    monkeypatch.setattr(pages_ahead, "CHUNK_BYTES", 256 * KIB)
     device = Device(blocks=64, block_bytes=8 * KIB)
-    pages = PagesAhead(device.share)
+    pages = PagePrefault(device.share)
     assert steps(pages) == 2
     assert [device.resident(run) for run in (0, 1)] == [16 * KIB, 16 * KIB], "two blocks, where a piece has 32"
     pages.used(0)
@@ -139,14 +139,14 @@ def huge_pages_wanted(address: int) -> bool:
 def test_contents_stay_what_they_are() -> None:
     device = Device(blocks=16, block_bytes=8 * KIB)
     device.tensors[0][:] = 7
-    steps(PagesAhead(device.share))
+    steps(PagePrefault(device.share))
     assert bool((device.tensors[0] == 7).all())
 
 
 def test_a_device_with_memory_of_its_own_needs_nothing() -> None:
     device = Device(blocks=4, block_bytes=KIB)
     device.runs = []
-    pages = PagesAhead(device.share)
+    pages = PagePrefault(device.share)
     pages.used(3)
     assert not pages.left
 

@@ -13,10 +13,10 @@ from kvstore.arena.shared_bandwidth import SharedBandwidth
 from kvstore.core.copy_budget import MIN_BURST
 from services.worker.kv import rank_heads
 from services.worker.kv import transfers as transfers_module
-from services.worker.kv.copier import BoundCopier, Piece
+from services.worker.kv.copier import BoundCopier, TransferChunk
 from services.worker.kv.plain_copier import PlainKvCopier
 from services.worker.kv.rank_heads import RankHeads
-from services.worker.kv.transfers import PIECE_BYTES, BrokenTransfer
+from services.worker.kv.transfers import CHUNK_BYTES, BrokenTransfer
 from shared.ids import ArenaId
 from tests.support.kv.ranks import ARENA, BLOCKS, OpsKind, Rank, make_arena, make_layout, reserve, transfer
 
@@ -135,40 +135,40 @@ class ReservedMeanwhile(OwnedArena):
 
 
 @pytest.fixture
-def overtaken(tmp_path: Path) -> tuple[OwnedArena, BoundCopier, Piece]:
+def overtaken(tmp_path: Path) -> tuple[OwnedArena, BoundCopier, TransferChunk]:
     arena = make_arena(tmp_path, LAYOUT)
     rank = Rank("torch", LAYOUT, tmp_path)
     rank.compute()
     heads = RankHeads(ReservedMeanwhile.open(arena.path, ARENA), 0, LAYOUT.kv_heads, 0, LAYOUT.layers)
-    piece = Piece(*(torch.tensor([3], dtype=t).numpy() for t in (torch.int32, torch.uint32, torch.uint64)))
-    piece.generations[0] = 4
-    return arena, PlainKvCopier(rank.caches).bind(heads), piece
+    chunk = TransferChunk(*(torch.tensor([3], dtype=t).numpy() for t in (torch.int32, torch.uint32, torch.uint64)))
+    chunk.generations[0] = 4
+    return arena, PlainKvCopier(rank.caches).bind(heads), chunk
 
 
 def test_a_slot_that_becomes_anothers_during_the_copy_loses_its_checksums(
-    overtaken: tuple[OwnedArena, BoundCopier, Piece],
+    overtaken: tuple[OwnedArena, BoundCopier, TransferChunk],
 ) -> None:
-    arena, copier, piece = overtaken
-    assert copier.save(piece) == "other generation"
+    arena, copier, chunk = overtaken
+    assert copier.save(chunk) == "other generation"
     assert not any(arena.checksum(3, cell) for cell in range(arena.geometry.cells))
 
 
 def test_a_slot_that_becomes_anothers_during_a_load_is_not_believed(
-    overtaken: tuple[OwnedArena, BoundCopier, Piece], tmp_path: Path
+    overtaken: tuple[OwnedArena, BoundCopier, TransferChunk], tmp_path: Path
 ) -> None:
-    arena, copier, piece = overtaken
-    copier.save(piece)
+    arena, copier, chunk = overtaken
+    copier.save(chunk)
     arena.set_generation(3, 4)
     for cell in range(arena.geometry.cells):
         arena.write_checksum(3, cell)
-    assert copier.load(piece) == "other generation"
+    assert copier.load(chunk) == "other generation"
 
 
 def test_a_transfer_stops_between_two_pieces(tmp_path: Path, kind: OpsKind) -> None:
     layout = make_layout("float32", layers=64, head_dim=128)
     make_arena(tmp_path, layout)
     rank = Rank(kind, layout, tmp_path)
-    assert BLOCKS * rank.share.num_heads * 64 * 2 * 16 * 128 * 4 > 2 * PIECE_BYTES
+    assert BLOCKS * rank.share.num_heads * 64 * 2 * 16 * 128 * 4 > 2 * CHUNK_BYTES
     asked = 0
 
     def stopped() -> bool:

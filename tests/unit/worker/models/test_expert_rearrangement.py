@@ -21,13 +21,13 @@ from services.worker.models.expert_parallel.expert_balance import ExpertMoves, b
 from services.worker.models.expert_parallel.expert_load import ExpertLoad
 from services.worker.models.expert_parallel.load_window import LoadWindow
 from services.worker.models.expert_parallel.local_experts import LocalExperts, RankExperts
-from services.worker.models.expert_parallel.pace import ThreadPace
 from services.worker.models.expert_parallel.placement import (
     ExpertPlacement,
     improve_placement,
     spread_evenly,
 )
 from services.worker.models.expert_parallel.rearrangement import ExpertRearranger, RearrangerParts
+from services.worker.models.expert_parallel.throttle import ThreadThrottle
 from services.worker.ops.interface import PackedExperts
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ MAX_STEPS = 100_000
 """How many a rearrangement takes is the machine's: threads prepare it beside steps."""
 
 
-class Hurry(ThreadPace):
+class Hurry(ThreadThrottle):
     """Steps are as short as the thread's work here: it is to be as quick as they are, on a busy machine, too."""
 
     def start(self) -> None:
@@ -88,7 +88,7 @@ class Rank:
             interval=INTERVAL,
             place=partial(improve_placement, redundant=3),
             gather=self.gather,
-            pace=Hurry(),
+            throttle=Hurry(),
             share=partial(self.meeting.sum, self.number),
             window=LoadWindow(self.counts, 2, INTERVAL) if self.number == 0 else None,
             device=CPU,
@@ -159,7 +159,7 @@ def test_a_bug_on_the_thread_beside_steps_ends_the_rank() -> None:
         interval=1,
         place=lambda *_: 1 / 0,  # type: ignore[arg-type, return-value]
         gather=lambda *_: packed,
-        pace=ThreadPace(),
+        throttle=ThreadThrottle(),
         share=lambda x: x,
         window=LoadWindow([counts], 1, 1),
         device=CPU,
@@ -207,8 +207,8 @@ def test_picks_count_where_they_were_computed() -> None:
 
 def test_a_thread_beside_steps_rests_in_proportion_to_its_work() -> None:
     worked, rests = [0.0], list[float]()
-    pace = ThreadPace(0.25, clock=lambda: worked[0], sleep=rests.append)
+    throttle = ThreadThrottle(0.25, clock=lambda: worked[0], sleep=rests.append)
     for piece in (0.01, 0.0001, 0.0001, 0.004):
         worked[0] += piece
-        pace.rest()
+        throttle.rest()
     assert rests == pytest.approx([0.03, 0.0126]), "short pieces have one together"

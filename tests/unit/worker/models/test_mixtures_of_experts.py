@@ -26,7 +26,7 @@ from services.worker.models.mixture.loading import read_experts
 from services.worker.models.quantization.matrices import MatrixLoader
 from services.worker.models.sharding import shard_of
 from services.worker.ops.activation import Activation, LimitedActivation
-from services.worker.ops.interface import MovesExperts, Ops, OpsUnavailable, Routing
+from services.worker.ops.interface import Ops, OpsUnavailable, Routing, SupportsExpertMoves
 from services.worker.ops.native.native_ops import NativeOps
 from services.worker.ops.quantized import Code, QuantizedStack, Scheme, WeightStack, quantize, stack_outputs
 from services.worker.ops.torch_ops import TorchOps
@@ -370,7 +370,7 @@ def test_biases_of_experts_and_clamped_gates_are_what_they_are_in_float64(
     for ops in kinds:
         picks = ops.choose_experts(mixed.logits, Routing(2, True))
         mixed.check(ops.mixture(mixed.x, picks, ops.pack_experts(gate_up, down, biases), kind=kind))
-        if isinstance(ops, MovesExperts):
+        if isinstance(ops, SupportsExpertMoves):
             packer = ops.expert_packer()
             packed = packer.pack_experts(gate_up, down, biases)
             moved = packer.arrange_experts([(packed, number) for number in range(5)])

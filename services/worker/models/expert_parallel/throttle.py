@@ -16,7 +16,7 @@ _MIN_REST = 0.0005
 """Seconds of work that are not worth a rest yet."""
 
 
-class ThreadPace:
+class ThreadThrottle:
     """Owns how much of a processor one thread takes: it rests between pieces of its work, in proportion to these.
 
     All ranks are in a step together, so what one of them loses to such a thread all lose. Niceness alone bounds that by
