@@ -18,7 +18,7 @@ from services.worker.ops.interface import (
 )
 from services.worker.ops.torch_mixers.convolution import split_channels, states_of_prompts
 from services.worker.ops.torch_mixers.delta import DeltaRule
-from services.worker.ops.torch_mixers.states import SpaceRule, TorchStates
+from services.worker.ops.torch_mixers.states import StateSpaceRecurrence, TorchStates
 from services.worker.ops.triton.states.chunks import hand_on, scan_delta
 from services.worker.ops.triton.states.convolution import convolve
 from services.worker.ops.triton.states.one_token import step_decodes
@@ -41,7 +41,7 @@ class TritonStates(TorchStates):
             return select(projected, mixer, cache.states, meta, rows)
         if isinstance(mixer, RecurrentUnit):
             return recur(projected, mixer, cache.states, meta, rows)
-        rule = DeltaRule(mixer) if isinstance(mixer, DeltaNet) else SpaceRule(mixer)
+        rule = DeltaRule(mixer) if isinstance(mixer, DeltaNet) else StateSpaceRecurrence(mixer)
         gates, channels, decodes = mixer.gates, mixer.conv_weight.shape[1], meta.num_decodes
         gate, inputs, steps = projected.tensor_split([gates, gates + channels], dim=1)
         seen, parts = convolve(inputs, mixer, cache.windows, meta, rows, torch.float32), []
@@ -54,7 +54,7 @@ class TritonStates(TorchStates):
 
     def _scanned(
         self,
-        rule: SpaceRule | DeltaRule,
+        rule: StateSpaceRecurrence | DeltaRule,
         seen: Tensor,
         steps: Tensor,
         mixer: StateSpace | DeltaNet,
