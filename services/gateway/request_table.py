@@ -1,5 +1,5 @@
-"""Connects HTTP responses with the bus: opens requests, routes what arrives to the responses, and carries out what the
-supervisor of requests wants done."""
+"""Connects HTTP responses with the bus: opens requests, routes messages to the responses, and carries out the effects
+that the supervisor of requests decides on."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class ClusterLink(Protocol):
         """Asks a gateway of another cluster whether it has a request. Raises BusError."""
 
     def record_output(self, output: Delta | StreamOpened | PromptLogprobsDelta | PooledDelta | RequestRejected) -> bool:
-        """Takes what came of a request of another cluster; False where it is none."""
+        """Records output of a request of another cluster; False where it is none."""
 
     async def flush_output(self) -> None:
-        """Sends what was taken since the last call."""
+        """Sends the output recorded since the last call."""
 
 
 class RequestTable:
@@ -312,8 +312,8 @@ class RequestTable:
         await self._perform(effects)
 
     async def abort(self, responses: Collection[str] | None) -> list[str]:
-        """Ends the responses with these ids, or all: their clients keep what they have. Returns the ids that it found,
-        as clients see them. A response that has nothing to keep fails."""
+        """Aborts the responses with these ids, or all: their clients keep the output so far. Returns the ids that were
+        found, as clients see them. A response without output fails."""
         found = [each for each in self._responses if not each.ended.done()]
         if responses is not None:
             found = [each for each in found if {each.header.id, each.header.shown_id}.intersection(responses)]
@@ -343,11 +343,11 @@ class RequestTable:
         await self._perform(self._supervisor.resume(tokenize, emitted, self._bus.liveness_now(), relayed=True))
 
     def state_of(self, request: RequestId) -> ProbeReply:
-        """What is here of a request of another cluster's gateway."""
+        """The state here of a request of another cluster's gateway."""
         return self._supervisor.state_of(request)
 
     async def relay_gone(self, relay: EngineId) -> None:
-        """A gateway of another cluster is gone: what it had is tried again."""
+        """Retries the requests of another cluster's gateway, which is gone."""
         await self._perform(self._supervisor.relay_gone(relay, self._bus.liveness_now()))
 
     async def move_to_others(self) -> None:
@@ -365,7 +365,7 @@ class RequestTable:
         await self._perform(self._supervisor.handle(message, self._bus.liveness_now()))
 
     def record_kept(self, message: PromptKept) -> None:
-        """An engine says what it keeps of a prompt. That of an older attempt holds as well: blocks have names."""
+        """Records what an engine keeps of a prompt; of an older attempt's, too, as blocks are named by content."""
         response = self._keeping.pop(message.request, None)
         if response is not None and not response.kept.done():
             response.kept.set_result(message)

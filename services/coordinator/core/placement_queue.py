@@ -44,7 +44,7 @@ class QueuedRequest:
 
     @property
     def cost(self) -> float:
-        """What it counts for: its tokens, with all that it may generate, by its key's weight."""
+        """Its cost: its tokens, with all that it may generate, divided by its key's weight."""
         generation = self.generation
         tokens = generation.prompt_length + generation.stopping.expected_tokens
         return max(1, tokens, count(generation.tokens)) / generation.weight
@@ -115,7 +115,7 @@ class _ModelQueue:
 
 @dataclass(slots=True, eq=False)
 class _Head:
-    """A flow on the way through its requests."""
+    """A flow at one of its requests."""
 
     start: float
     requests: list[QueuedRequest]
@@ -126,7 +126,7 @@ class _Head:
         return self.requests[self.position]
 
     def following(self) -> _Head | None:
-        """Behind its present request; None where that is the last one."""
+        """The flow at its next request; None where this is the last one."""
         if self.position + 1 == len(self.requests):
             return None
         return _Head(self.start + self.request.cost, self.requests, self.position + 1)
@@ -139,7 +139,7 @@ class _Head:
 
 
 class _Charge(NamedTuple):
-    """What a placed request was counted for."""
+    """The cost at which a placed request was counted."""
 
     queue: _ModelQueue
     """Where that was: another one, of a later time, does not know of it."""
@@ -173,7 +173,7 @@ class PlacementQueue:
         return request in self._by_request
 
     def models(self) -> list[ModelName]:
-        """The models that at least one request waits for."""
+        """The models for which at least one request waits."""
         return list(self._models)
 
     def in_order(self, model: ModelName) -> Iterator[QueuedRequest]:

@@ -34,7 +34,7 @@ LORA_LOAD_BLOCKS = 8.0
 
 
 class TieBreak(NamedTuple):
-    """What decides where costs do not. Chance is a function of the request: cores draw no random numbers."""
+    """Breaks ties between equal costs. Chance is a function of the request: cores draw no random numbers."""
 
     turn: int
     chance: float
@@ -42,7 +42,7 @@ class TieBreak(NamedTuple):
 
 
 class _RoutedRequest(NamedTuple):
-    """What the choice of an engine depends on, of one request."""
+    """The properties of a request on which the choice of its engine depends."""
 
     generation: Generation
     prefix: PromptPrefix
@@ -78,8 +78,8 @@ class Router:
         """Whether chance decides."""
 
     def choose(self, generation: Generation, now: float, *, whole: bool = False) -> Placement | None:
-        """Where the request goes best; None where no engine, or no detokenizer, takes one more. `whole`: one engine has
-        to do all of it."""
+        """The best engine for the request; None where no engine, or no detokenizer, has room. `whole`: one engine must
+        do all of it."""
         pool = self._fleet.decode_candidates(generation)
         detokenizer = self._fleet.choose_detokenizer(generation.model)
         if not pool or detokenizer is None:
@@ -134,7 +134,7 @@ class Router:
         return _divided(request, detokenizer, prefill, reuses[place], decode)
 
     def _decoding(self, pool: EnginePool) -> list[Candidate]:
-        """Those of the pool that may go on with a request."""
+        """The engines of the pool that may continue a request."""
         return [each for each in pool if each.node is not None and each.engine.report.role in DECODING]
 
     def _describe(self, generation: Generation, now: float) -> _RoutedRequest:
@@ -155,7 +155,7 @@ class Router:
     # ---- one engine
 
     def _cheapest(self, request: _RoutedRequest, pool: EnginePool, purpose: str) -> tuple[Candidate, Reuse]:
-        """The candidate that the policy picks, and what it need not compute of the request."""
+        """The candidate that the policy picks, and how much of the request it need not compute."""
         if self._config.router_policy != "kv":
             equals = list(pool) if self._draws else pool.least()
             chosen = equals[self._pick(request, [0.0] * len(equals), purpose)]

@@ -44,7 +44,7 @@ TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
 }
 
 NoAnswer = Literal["nobody there", "no answer in time"]
-"""What becomes of a probe that is not answered."""
+"""How a probe can go unanswered."""
 
 
 def choice_requests(response: str, choices: int) -> list[RequestId]:
@@ -53,7 +53,7 @@ def choice_requests(response: str, choices: int) -> list[RequestId]:
 
 
 class EmittedOutput(NamedTuple):
-    """What was generated of a request by the gateway that had it before."""
+    """The output of a request that another gateway supervised before."""
 
     attempt: Attempt
     """Higher than any that the other gateway can have made, so that its messages are stale."""
@@ -66,7 +66,7 @@ class EmittedOutput(NamedTuple):
 
 
 LARGE_BYTES = 256 * 2**10
-"""Of a prompt that a tokenizer takes a while for, and the bus notices."""
+"""Bytes of a large prompt: it takes tokenizers and the bus a noticeable time."""
 MAX_HISTORY = 32
 """Transitions of a request that are kept for the text of an `IllegalTransition`."""
 
@@ -94,7 +94,7 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     request_s: float = 3600.0
     """How long a request may take in all."""
     bus_outage_s: float = 60.0
-    """How long open requests wait for a bus that is away: the only time here that the clock of the wall measures."""
+    """How long open requests wait for an unreachable bus; the only wait here that is measured on the wall clock."""
     attempts: int = 6
     """Placed attempts in a row that may end without a new token. An outage of the bus can cost one request three: its
     detokenizer comes back after its engine, then a step turns out to be lost, then a placement."""
@@ -107,7 +107,7 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     departed_limit: int = 4096
     """Requests given up, remembered so that what still comes of them is answered by calling them off again."""
     recancel_s: float = 1.0
-    """That is repeated after this when tokens of such a request keep coming."""
+    """How long after calling it off it is called off again, while its tokens keep coming."""
     elsewhere_s: float = 1.0
     """How long a request may queue here while another cluster has room."""
     relayed_s: float = 5.0
@@ -233,12 +233,12 @@ class OpenRequest:
                 return False
 
     def is_overdue(self, policy: RetryPolicy, now: float) -> bool:
-        """Whether a dispatched attempt should have been heard of."""
+        """Whether a dispatched attempt should have been placed or queued by now."""
         patience: float = policy.placement_s * 2**self.silent_tries + self.prompt_bytes / policy.tokenized_per_s
         return now - self.last_message_at > patience
 
     def pause(self, policy: RetryPolicy, now: float) -> None:
-        """Has the next attempt wait, for longer each time."""
+        """Delays the next attempt, longer each time."""
         self.apply("pause")
         limit = policy.pause_limit_s * max(1.0, self.prompt_bytes / LARGE_BYTES)
         self.resume_at = now + min(policy.pause_s * 2 ** min(self.pauses, 8), limit)
@@ -265,7 +265,8 @@ class OpenRequest:
         self.state = target
 
     def end(self) -> list[Effect]:
-        """Nothing follows. Tells whoever placed a request of a key what it really generated."""
+        """Ends the request. Where it counts for an API key, the coordinator that placed it hears how many tokens it
+        generated."""
         self.apply("end")
         counted = self.tokenize.key and self.accepted
         return [RequestEnded(self.request, len(self.tokens))] if counted else []
@@ -288,7 +289,7 @@ class OpenRequest:
             self.clear_suspicion()
 
     def lost_before_output(self) -> str | None:
-        """What should have come before the first output and did not; None if nothing is missing."""
+        """The message that should have come before the first output and did not; None if nothing is missing."""
         if not self.usage_sent:  # what `usage` reports
             return "the opening of the stream was lost"
         if self.tokens:

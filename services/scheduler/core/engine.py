@@ -74,7 +74,7 @@ class EngineCore:
         self.epoch_state: EpochState | None = None
         """None while there are no workers."""
         self.plan_due: float | None = None
-        """When `TimePassed` is wanted at the latest, so that the device finds its next plan ready."""
+        """The latest time for the next `TimePassed`, so that the device finds its next plan ready."""
         self.paused: PauseMode | None = None
         """How operators have paused it, through all epochs; None: they have not."""
         self._epoch = epoch
@@ -84,7 +84,7 @@ class EngineCore:
         self.health = HealthMonitor(limits, self.counters)
 
     def handle(self, event: Event, now: float) -> list[Output]:
-        """Takes one event in; the outputs are to be sent in order. `now` are seconds on the liveness clock."""
+        """Handles one event; the outputs must be sent in order. `now`: seconds on the liveness clock."""
         match event:
             case StepFinished() | StepMissed() | GrammarCompiled() | TransferProgress() | RankProgress():
                 self._handle_rank(event, now)
@@ -134,7 +134,7 @@ class EngineCore:
         return outputs
 
     def _advance(self, now: float) -> list[Output]:
-        """Plans what can be planned now. Returns all that is to be sent."""
+        """Plans as many steps as can be planned now. Returns the messages to send."""
         state = self.epoch_state
         if state is not None:
             self.plan_due = state.plan(now, self.paused)
@@ -191,7 +191,7 @@ class EngineCore:
 
     @property
     def step_awaited_since(self) -> float | None:
-        """Since when the workers owe the result of a step; None where they owe none."""
+        """Since when the workers have been computing the oldest step without a result; None: they are idle."""
         return None if self.epoch_state is None else self.epoch_state.steps.awaited_since
 
     @property
@@ -218,7 +218,7 @@ class EngineCore:
         return ProbeReply("running" if running else "waiting", sequence.sent)
 
     def pause_state(self) -> PauseState:
-        """Whether it is paused, and what it still computes."""
+        """Whether the engine is paused, and what it still computes."""
         state = self.epoch_state
         if state is None:
             return PauseState(self.paused, 0)
@@ -226,7 +226,7 @@ class EngineCore:
 
     @property
     def named_blocks(self) -> int:
-        """Blocks of which it is known what they hold, those in use included."""
+        """Blocks in the prefix index, those in use included."""
         return 0 if self.epoch_state is None else len(self.epoch_state.memory.index.hash_of)
 
     def snapshot(self) -> EngineSnapshot:

@@ -71,7 +71,7 @@ class ComputeThread:
         """Steps that are prepared and not computed: no more than the scheduler's plans ahead. An event is set when all
         before it are computed."""
         self._launched: queue.Queue[_PreparedPlan | None] = queue.Queue(MAX_LAUNCHED_STEPS - 1)
-        """Steps that the device was given, beside the one that is awaited."""
+        """Steps that were launched, without the one whose result is awaited."""
         self._ended = 0.0
         """When the latest step was over, on `time.perf_counter`'s clock."""
 
@@ -124,7 +124,7 @@ class ComputeThread:
             self._execute(_PreparedPlan(queued, self._prepare(queued), time.perf_counter()))
 
     def _execute_in_group(self, group: GroupMember) -> None:
-        """Between plans this rank computes what other engines' steps need of it."""
+        """Between plans this rank takes part in the steps of the group's other engines."""
         self._plans.on_arrival = group.notify_plan
         while True:
             group.wait_for_plan(lambda: self._plans.has_next)
@@ -209,7 +209,7 @@ class ComputeThread:
         return _ExecutedStep(lambda: output, began, time.perf_counter() if output.ended is None else output.ended)
 
     def _copy(self, queued: QueuedPlan, transfers: tuple[Transfer, ...]) -> None:
-        """Unless the epoch is over: nobody awaits them then."""
+        """Ignored if the epoch is over: nobody awaits them."""
         if queued.plan.epoch == self._plans.epoch:
             self._copies.add(queued.plan.epoch, transfers)
 

@@ -41,7 +41,7 @@ from shared.messages.scheduler import StepTiming
 from shared.messages.worker import StepPlan
 
 _OF_HISTORIES = Feature.PENALTIES | Feature.BAD_WORDS | Feature.THINKING
-"""What reads as much of a sequence as the host takes it to have."""
+"""Features that read the tokens of a sequence on the host."""
 
 
 class DeviceRunner(StepRunner):
@@ -97,7 +97,7 @@ class DeviceRunner(StepRunner):
         return bool((sequences.lengths[choices.seq_indices] < sequences.tokens.shape[1]).all())
 
     def _put(self, seq_indices: list[int]) -> None:
-        """What new sequences hold, to the device."""
+        """Copies the tokens of new sequences to the device."""
         if not seq_indices:
             return
         sequences = self.rank.sequences

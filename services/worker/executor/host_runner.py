@@ -54,7 +54,7 @@ from shared.messages.worker import StepPlan
 
 
 class _Inputs(NamedTuple):
-    """What a step is launched with."""
+    """The inputs with which a step is launched."""
 
     batch: Batch
     ids: Tensor
@@ -106,7 +106,7 @@ class HostRunner(StepRunner):
         return self._latest
 
     def wait(self) -> None:
-        """Returns when all that was prepared is computed. Raises what that raised."""
+        """Waits until every prepared step is computed. Raises what computing them raised."""
         if self._latest is not None:
             self._latest.wait()
             self._latest = None
@@ -162,7 +162,7 @@ class HostRunner(StepRunner):
         return batch if copies is NO_COPIES else replace(batch, copies=copies)
 
     def _forget(self) -> None:
-        """The next batch is made anew."""
+        """Forgets the last batch, so that the next one is built from scratch."""
         self._reuse.forget()
         if self._decodes is not None:
             self._decodes.forget()

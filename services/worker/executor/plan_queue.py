@@ -82,10 +82,10 @@ class PlanQueue:
         self.epoch: Incarnation | None = None
         """Epoch of the newest plan. Nobody waits for transfers of another epoch."""
         self.expected = 0
-        """The step that must come next: as many plans of the epoch have arrived."""
+        """The number of the step that must come next, which is how many plans of the epoch have arrived."""
         self.results = ResultQueue()
         self.on_arrival: Callable[[], None] = lambda: None
-        """Called when something has come to wait."""
+        """Called after a plan was queued."""
 
     def submit(self, plan: StepPlan) -> Literal["first", "next", "repeated"] | PlanGap:
         """Has `plan` executed after those before it, where it is the next one: (epoch, step) are consecutive. `first`:
@@ -144,7 +144,7 @@ class ResultQueue:
 
     def __init__(self) -> None:
         self._put: deque[Result] = deque()
-        """No more than the plans that waited."""
+        """At most as many results as plans were queued."""
         self._arrived: asyncio.Queue[Result] = asyncio.Queue()
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
@@ -175,7 +175,7 @@ class ResultQueue:
         return result
 
     def close(self) -> None:
-        """Nobody puts anything any more."""
+        """Closes the pipe; no further `put` may follow."""
         self._loop.remove_reader(self._reader)
         os.close(self._reader)
         os.close(self._writer)

@@ -329,7 +329,7 @@ class StepRunner:
         self._find_likeliest = find_likeliest_of(rank.decoder.ops)
 
     def compute_context(self) -> AbstractContextManager[object]:
-        """Gradients are needed by nobody."""
+        """Runs without gradients."""
         return torch.inference_mode()
 
     def prepare(self, plan: StepPlan) -> Step:
@@ -453,7 +453,7 @@ def _complete(plan: StepPlan, sampled: tuple[SampledTokens, ...]) -> tuple[Sampl
 
 
 def _device_text(rank: RankState) -> str:
-    """For people: they have no other way to see that a rank computes many times slower than it could."""
+    """The platform as the log has it, with the reason if it computes many times slower than it could."""
     ops = rank.decoder.ops
     why = ops.stands_in_because if isinstance(ops, TorchOps) else ""
     return f"{rank.platform} {SLOWLY}: {why}" if why else str(rank.platform)

@@ -50,7 +50,7 @@ class Preemption:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes all its blocks. It waits again, once the token in flight (if any) is known."""
+        """Takes all blocks of the sequence. It waits again when its token in flight (if any) is known."""
         self.count += 1
         sequence.transfer.preempt()
         unsaved = self._saves.hurry(self._memory.names(sequence))
@@ -78,7 +78,7 @@ class MicroBatches:
         return [sequence for sequence in decoding if self._may_continue(sequence)][: self._share(len(decoding))]
 
     def _share(self, decoding: int) -> int:
-        """A part each, of p plans in a row together just all: groups of other sizes even out within some rounds."""
+        """How many of the `decoding` sequences the next plan holds: of p plans in a row each has an equal part."""
         turn = self._plan % self._stages
         part = (turn + 1) * decoding // self._stages - turn * decoding // self._stages
         return max(1, part)

@@ -26,8 +26,7 @@ from services.scheduler.core.transfer.saves import MAX_BLOCKS, MAX_BLOCKS_BESIDE
 
 
 class StepPlanner:
-    """Owns which sequence computes which prompt, and the turns of micro-batches; the rest belongs to those that plan a
-    part."""
+    """Owns the prompts that sequences share, and the micro-batches; the planners of a step's parts own the rest."""
 
     def __init__(
         self,
@@ -67,8 +66,8 @@ class StepPlanner:
         return bool(sought or self.queues.handing or self._copies.in_flight or self._grammars.answers_awaited)
 
     def _prompts_left(self) -> tuple[int, int]:
-        """Tokens of prompts that are not computed, as far as they may soon be: of all, and of the first. What is cached
-        of a waiting one is not known yet."""
+        """Prompt tokens still to compute of the sequences that may soon be in a step: of all, and of the first.
+        How much of a waiting prompt is cached is not known yet."""
         coming = islice(chain(self.queues.prefilling, self.queues.waiting), self._limits.max_running)
         left = [sequence.tokens.length - sequence.tokens.planned for sequence in coming]
         return sum(left), left[0]

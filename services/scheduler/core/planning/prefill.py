@@ -1,7 +1,7 @@
 """The prompts that a step computes, or chunks of them, after the decodes: those under way, then waiting sequences.
 
-Of the waiting ones the first in the queue enter, while there is budget, a free place among those that run, and memory
-for the whole of each. Long prompts, where there is a threshold for them, come last, and have a share kept for them.
+Waiting sequences are admitted from the head of the queue, while there is budget, fewer sequences run than may, and
+memory holds all of each prompt. Long prompts (beyond a threshold, if one is set) come last, with a share of the budget.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PrefillPlanner:
         self._queues = queues
 
     def is_long(self, sequence: Sequence) -> bool:
-        """Whether it lets short prompts go first."""
+        """Whether short prompts go first."""
         return not sequence.whole and 0 < self.long_threshold < sequence.tokens.length - sequence.tokens.planned
 
     def reserve(self, step: StepBuilder) -> int:
@@ -49,12 +49,12 @@ class PrefillPlanner:
     def plan(self, step: StepBuilder) -> None:
         """Adds the rest of chunked prompts, but of long ones. One that finds no block free waits for decodes to end:
         what prefills under way still need fits by itself, since none was admitted without counting it (`Admission`)."""
-        for sequence in self._queues.prefilling.copy():  # who is whole decodes from now on
+        for sequence in self._queues.prefilling.copy():  # a sequence whose prompt is complete decodes from now on
             if not self.is_long(sequence):
                 self.prefill(sequence, step)
 
     def plan_long(self, step: StepBuilder) -> None:
-        """Adds long prompts, in their order, with all budget that is left."""
+        """Adds long prompts, in order, with the rest of the budget."""
         for sequence in self._queues.prefilling.copy():
             if step.budget <= 0:
                 return
@@ -101,8 +101,8 @@ class PrefillPlanner:
             self._queues.start_decoding(sequence)
 
     def _uncut(self, sequence: Sequence, count: int, room: int, step: StepBuilder) -> int:
-        """So many tokens that a step ends within no run whose tokens see each other. One that is first is taken whole
-        even where a target for the time between tokens would leave less: it has to be computed at some time."""
+        """Shortens a chunk so that it does not end within a run of tokens that attend to each other. A run at the start
+        of the chunk is taken whole, even beyond the target for the time between tokens: it has no smaller parts."""
         planned, embeds = sequence.tokens.planned, sequence.generation.prompt_embeds
         cut = mutual_run(embeds, planned + count) if count > 0 else None
         if cut is None or cut[0] == planned + count:

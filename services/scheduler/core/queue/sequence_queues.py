@@ -79,7 +79,7 @@ class SequenceQueues:
 
     @property
     def running(self) -> int:
-        """Sequences that have blocks, or are about to be handed over to another engine."""
+        """Sequences that have KV blocks, or are about to be handed over to another engine."""
         return len(self.prefilling) + len(self.decoding) + len(self.loading) + len(self.handing)
 
     @property
@@ -134,13 +134,13 @@ class SequenceQueues:
             self.set_aside(sequence)
 
     def set_aside(self, sequence: Sequence) -> None:
-        """Out of the waiting queue, until `resume`: it seeks what others, or the store, may have of it."""
+        """Takes the sequence out of the waiting queue until `resume`: others, or the store, may have its blocks."""
         self.waiting.remove(sequence)
         sequence.move("seeking")
         self.seeking[sequence.id] = sequence
 
     def resume(self, sequence: Sequence) -> None:
-        """Back to its position in the waiting queue: what it was seeking is known."""
+        """Puts the sequence back at its position in the waiting queue."""
         del self.seeking[sequence.id]
         sequence.move("waiting")
         self.waiting.add(sequence)
@@ -209,7 +209,7 @@ class SequenceQueues:
     # ---- leaving
 
     def forget_names(self, sequence: Sequence) -> None:
-        """What lies in its blocks is not to be used by others."""
+        """Keeps other sequences from using the content of its blocks."""
         self._memory.forget_names(sequence)
 
     def leave(self, sequence: Sequence) -> None:
@@ -262,7 +262,7 @@ class SequenceQueues:
         self._withdraw(sequence)
 
     def _withdraw(self, sequence: Sequence) -> None:
-        """The workers forget it with the next plan, if they know it."""
+        """Has the workers remove the sequence with the next plan, if they have it."""
         if sequence.id in self.introduced:
             self.introduced.remove(sequence.id)
             self.released.append(sequence.id)

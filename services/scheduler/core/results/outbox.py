@@ -111,7 +111,7 @@ class TokenStreams:
     # Tokens that are held back (`Generation.stream_interval`).
 
     def begin_step(self) -> None:
-        """Tokens of a step follow."""
+        """Called before the tokens of a step are added."""
         self._steps += 1
 
     def pace(self, sequence: Sequence, entry: NewTokens, now: float) -> NewTokens | None:
@@ -130,7 +130,7 @@ class TokenStreams:
         return entry
 
     def release(self, now: float) -> None:
-        """Has tokens sent that were held back for MAX_HELD_SECONDS."""
+        """Queues tokens that were held back for MAX_HELD_SECONDS."""
         due = []
         for sequence, since in self._holding.values():
             if now - since < MAX_HELD_SECONDS:
@@ -140,13 +140,13 @@ class TokenStreams:
             self.send_held(sequence)
 
     def send_held(self, sequence: Sequence) -> None:
-        """Has the sequence's tokens sent that were held back, if there are some."""
+        """Queues the sequence's tokens that were held back, if any."""
         if (held := sequence.stream.held) is not None:
             self.pending[sequence.detokenizer].entries.append(held)
             self.drop_held(sequence)
 
     def drop_held(self, sequence: Sequence) -> None:
-        """Its tokens that were held back are sent already, or of no use any more."""
+        """Forgets the sequence's tokens that were held back: they were sent, or nobody needs them."""
         if sequence.stream.held is not None:
             sequence.stream.held = None
             del self._holding[sequence.id]

@@ -27,7 +27,7 @@ from shared.messages.worker import MAX_POOLED_BYTES_PER_PLAN
 from shared.packing import TOKEN_BYTES, unpack
 
 OVERLOADED_RETRY = 1.0
-"""Seconds after which a client may try again when the waiting queue is full."""
+"""Seconds after which a client should retry when the waiting queue is full (`Retry-After`)."""
 
 
 class _InvalidRequest(Exception):
@@ -49,7 +49,7 @@ class RequestValidator:
         """The model's, with the adapters that there are now."""
         self._policy = limits.policy
         self._uncut = limits.max_batch_tokens - limits.max_running + 1
-        """Tokens that every step can compute beside its decodes, if it has no other prompt."""
+        """Prompt tokens that any step has room for beside its decodes."""
         self._prefix_caching = prefix_caching
         size = self._block_size = card.block_size
         self.context = min(card.max_model_len, max_tokens)
@@ -61,7 +61,7 @@ class RequestValidator:
         )
 
     def validate(self, generate: GenerateRequest, ticket: int) -> Sequence | RequestRejected:
-        """A sequence ready to wait, or why there cannot be one. `ticket`: its number, in the order of arrival here."""
+        """The request's sequence, to be queued, or why it is invalid. `ticket`: its number in the order of arrival."""
         generation = generate.generation
         try:
             self._check_tokens(generation)

@@ -45,8 +45,8 @@ class StepResults:
         self._counters = counters
 
     def record(self, result: StepFinished, expected: ExpectedResult, now: float) -> None:
-        """Takes in the result of a step of which so much was expected. Raises WrongYield. Tokens of sequences that have
-        ended meanwhile were computed for nothing, and are dropped."""
+        """Applies a step's result; `expected`: what was planned. Raises WrongYield. Tokens of sequences that have ended
+        meanwhile are dropped."""
         for failed in result.failed:
             self._requests.record_failed(failed)
         by_id = self._queues.by_id
@@ -73,7 +73,8 @@ class StepResults:
         self._append_tokens(result, now, several=bool(expected.extras))
 
     def _correct(self, sampled: SampledTokens, extra: int) -> int:
-        """One sequence's part; how many tokens it has got. What was drafted for one that has ended brought nothing."""
+        """Corrects one sequence's planned length by what was drawn. Returns how many tokens it got: 1 if it has ended
+        meanwhile, whatever was drafted for it."""
         got, drafted = len(sampled.tokens), sampled.drafted
         sequence = self._queues.by_id.get(sampled.sequence)
         if sequence is not None and sequence.pooled:
@@ -92,12 +93,12 @@ class StepResults:
         return got if sequence is not None else 1
 
     def _append_tokens(self, result: StepFinished, now: float, *, several: bool) -> None:
-        """Adds each sequence's tokens to it and to the stream; what came behind the last one is dropped. `several`: a
-        sequence may have more than one."""
+        """Adds each sequence's tokens to it and to its stream; tokens behind the one that ends it are dropped.
+        `several`: a sequence may have more than one."""
         by_id, streams, counters = self._queues.by_id, self._outbox.streams, self._counters
         detokenizer, entries, counted = None, [], True
         streams.begin_step()
-        same, since = 0, now  # so many in a row have the token before this one from the same moment
+        same, since = 0, now  # number of sequences in a row whose previous token came at the same time, `since`
         for sampled in result.sampled:
             sequence = by_id.get(sampled.sequence)
             if sequence is None:
@@ -130,7 +131,7 @@ class StepResults:
                 else:
                     counters.record_later_tokens(same, now - since)
                     same, since = 1, sequence.last_token_at
-                if len(tokens) > 1:  # those behind it came with it
+                if len(tokens) > 1:  # the further tokens of the step came with the first
                     counters.record_later_tokens(len(tokens) - 1, 0.0)
                 sequence.last_token_at = now
             if len(state.hashes) > sequence.blocks.indexed:
