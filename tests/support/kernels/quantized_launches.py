@@ -64,7 +64,7 @@ def _launches(code: Code, rows: int, kind: str, *, offsets: bool = False) -> Ite
                 f"coded_row_kernel {code} {kind}",
                 coded_row_kernel,
                 {name: arguments[name] for name in coded_row_kernel.arg_names if name in arguments},
-                constants | {"COLUMNS": row.columns, "DEPTH": row.depth, "TURNS": row.turns},
+                constants | {"COLUMNS": row.columns, "DEPTH": row.depth, "UNROLL": row.unroll},
                 num_warps=row.num_warps,
                 targets=(target,),
                 must=frozenset({"load16"} if code != "int4" else {"load"}),

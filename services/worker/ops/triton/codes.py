@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.worker.ops.quantized import QuantizedStack, QuantizedWeight, WeightStack, nibble_run, pack_nibbles
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
-from services.worker.ops.triton.products import INTERPRETED, times
+from services.worker.ops.triton.products import INTERPRETED, part, times
 
 _WIDE = 1024
 """Inputs that a program makes at a time, at most."""
@@ -200,6 +200,29 @@ def nibbles(pairs, zero, dtype: tl.constexpr):
 
 
 @triton.jit
+def coded_inputs(DEPTH: tl.constexpr, CODE: tl.constexpr, RUN: tl.constexpr):
+    """(bytes of a tile's codes in a row, the input that each has, int4: in its low bits), of DEPTH inputs."""
+    IN_BYTE: tl.constexpr = 2 if CODE == "int4" else 1
+    byte = tl.arange(0, DEPTH // IN_BYTE)
+    depth = byte
+    if CODE == "int4":
+        depth = low_input(byte, RUN)
+    return byte, depth
+
+
+@triton.jit
+def coded_rows(
+    rows, there, depth, start, INPUTS: tl.constexpr, DEPTH: tl.constexpr, CODE: tl.constexpr, RUN: tl.constexpr
+):
+    """(factors of the codes' numbers, int4: of those of low bits; of those of high bits) of a tile of rows."""
+    values = part(rows, there, depth, start, INPUTS, DEPTH)
+    highs = values
+    if CODE == "int4":
+        highs = part(rows + RUN, there, depth + RUN, start, INPUTS, DEPTH)
+    return values, highs
+
+
+@triton.jit
 def times_codes(
     values,
     highs,
@@ -247,28 +270,25 @@ def coded_row_sums(
     CODE: tl.constexpr,
     RUN: tl.constexpr,
     DEPTH: tl.constexpr,
-    TURNS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """A row's products with the weights of each `output` [n], int64, without tensor cores: float32 [n]. A tile has a
-    line for each group of DEPTH inputs of each output, so that a scale is loaded once for a line. TURNS: of the loop
-    whose loads are on their way together."""
+    line for each group of DEPTH inputs of each output, so that a scale is loaded once for a line. UNROLL: how many
+    iterations of the loop load together."""
     GROUPS: tl.constexpr = INPUTS // GROUP
     SCALED_LAST: tl.constexpr = GROUPS == 1 and offsets is None
     WIDE: tl.constexpr = DEPTH if GROUPS == 1 else GROUP
     LINES: tl.constexpr = DEPTH // WIDE
     IN_BYTE: tl.constexpr = 2 if CODE == "int4" else 1
     COLUMNS: tl.constexpr = output.shape[0]
-    place = tl.arange(0, WIDE // IN_BYTE)
-    depth = place
-    if CODE == "int4":
-        depth = low_input(place, RUN)
+    place, depth = coded_inputs(WIDE, CODE, RUN)
     of_line = tl.reshape(tl.broadcast_to(output[:, None], [COLUMNS, LINES]), [COLUMNS * LINES])
     group_of = tl.reshape(tl.broadcast_to(tl.arange(0, LINES)[None, :], [COLUMNS, LINES]), [COLUMNS * LINES])
     first = (group_of * WIDE)[:, None]
     coded = codes + of_line[:, None] * (INPUTS // IN_BYTE) + first // IN_BYTE + place[None, :]
     values = row + first + depth[None, :]
     total = tl.zeros([COLUMNS * LINES, WIDE // IN_BYTE], tl.float32)
-    for start in tl.range(0, INPUTS, DEPTH, loop_unroll_factor=TURNS):
+    for start in tl.range(0, INPUTS, DEPTH, loop_unroll_factor=UNROLL):
         inside = (first + depth[None, :]) < INPUTS - start
         if INPUTS % DEPTH == 0:
             inside = tl.full([COLUMNS * LINES, WIDE // IN_BYTE], True, tl.int1)

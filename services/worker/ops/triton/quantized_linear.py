@@ -31,9 +31,10 @@ from torch import Tensor
 from services.worker.ops.gpu import HOPPER, generation
 from services.worker.ops.quantized import Code, QuantizedWeight, nibble_run
 from services.worker.ops.triton.codes import (
+    coded_inputs,
     coded_row_sums,
+    coded_rows,
     group_terms,
-    low_input,
     packed_inputs,
     times_codes,
     typed_codes,
@@ -78,8 +79,8 @@ class CodeRowTile(NamedTuple):
     columns: int
     depth: int
     """Inputs; whole groups, where there are groups."""
-    turns: int
-    """Of the loop whose loads are on their way together."""
+    unroll: int
+    """How many iterations of the loop load together."""
     num_warps: int
 
 
@@ -197,7 +198,7 @@ def _launch_row(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Te
         **product.constants,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
-        TURNS=tile.turns,
+        UNROLL=tile.unroll,
         num_warps=tile.num_warps,
         **launch_options(x.device),
     )
@@ -238,7 +239,7 @@ def coded_row_kernel(
     RUN: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    TURNS: tl.constexpr,
+    UNROLL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Some outputs of the only row a program. `zeros`, `offsets` and `bias` may be None."""
@@ -246,7 +247,7 @@ def coded_row_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # Outputs beyond the last are computed as the last, and not stored.
     held = tl.minimum(column, OUTPUTS - 1)
-    made = coded_row_sums(x, codes, scales, zeros, offsets, held.to(tl.int64), INPUTS, GROUP, CODE, RUN, DEPTH, TURNS)
+    made = coded_row_sums(x, codes, scales, zeros, offsets, held.to(tl.int64), INPUTS, GROUP, CODE, RUN, DEPTH, UNROLL)
     if bias is not None:
         made += tl.load(bias + held).to(tl.float32)
     tl.store(out + column, made.to(out.dtype.element_ty), mask=column < OUTPUTS)
@@ -289,18 +290,12 @@ def coded_linear_kernel(
     # Outputs beyond the last are read as the last, and not stored.
     held = tl.minimum(column, OUTPUTS - 1)
     first, end = split_inputs(INPUTS, DEPTH, SPLITS)
-    place = tl.arange(0, DEPTH // IN_BYTE)
-    depth = place
-    if CODE == "int4":
-        depth = low_input(place, RUN)
+    place, depth = coded_inputs(DEPTH, CODE, RUN)
     coded = codes + held.to(tl.int64)[:, None] * (INPUTS // IN_BYTE) + (first // IN_BYTE + place)[None, :]
     values = x + row.to(tl.int64)[:, None] * INPUTS + (first + depth)[None, :]
     total = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], tl.float32)
     for start in tl.range(first, end, DEPTH):
-        factors = part(values, there, depth, start, INPUTS, DEPTH)
-        highs = factors
-        if CODE == "int4":
-            highs = part(values + RUN, there, depth + RUN, start, INPUTS, DEPTH)
+        factors, highs = coded_rows(values, there, depth, start, INPUTS, DEPTH, CODE, RUN)
         code = part(coded, True, place, start // IN_BYTE, INPUTS // IN_BYTE, DEPTH // IN_BYTE)
         group = held * GROUPS + start // GROUP
         total = times_codes(factors, highs, code, group, scales, zeros, offsets, total, GROUPED, CODE, SWAPPED)

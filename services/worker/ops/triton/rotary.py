@@ -97,6 +97,13 @@ def _into(value, scale, dtype: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit
+def _store(cells, low, high, scale, stored, DIM: tl.constexpr, MOST: tl.constexpr):
+    """Both halves of heads to a cache."""
+    tl.store(cells, _into(low, scale, cells.dtype.element_ty, MOST), mask=stored)
+    tl.store(cells + DIM // 2, _into(high, scale, cells.dtype.element_ty, MOST), mask=stored)
+
+
+@triton.jit
 def rope_and_store_kernel(
     qkv,
     slots,
@@ -130,14 +137,12 @@ def rope_and_store_kernel(
     slot = tl.load(slots + row)
     block, offset = (slot // TOKENS).to(tl.int64), slot % TOKENS
     if part < Q_PARTS:
-        first, count = 0, HEADS
-        head = part * GROUP + tl.arange(0, GROUP)
+        first, count, part_of = 0, HEADS, part
     elif part < Q_PARTS + KV_PARTS:
-        first, count = HEADS, KV
-        head = (part - Q_PARTS) * GROUP + tl.arange(0, GROUP)
+        first, count, part_of = HEADS, KV, part - Q_PARTS
     else:
-        first, count = HEADS + KV, KV
-        head = (part - Q_PARTS - KV_PARTS) * GROUP + tl.arange(0, GROUP)
+        first, count, part_of = HEADS + KV, KV, part - Q_PARTS - KV_PARTS
+    head = part_of * GROUP + tl.arange(0, GROUP)
     there = (head < count)[:, None] & inside[None, :]
     source = qkv + row * ((HEADS + 2 * KV) * DIM) + (first + head)[:, None] * DIM + element[None, :]
     low = tl.load(source, mask=there, other=0.0).to(tl.float32)
@@ -145,8 +150,7 @@ def rope_and_store_kernel(
     cell = block * (KV * TOKENS * DIM) + (head[:, None] * TOKENS + offset) * DIM + element[None, :]
     stored = (head < tl.where(slot >= 0, count, 0))[:, None] & inside[None, :]
     if part >= Q_PARTS + KV_PARTS:
-        tl.store(v_cache + cell, _into(low, v_scale, v_cache.dtype.element_ty, MOST), mask=stored)
-        tl.store(v_cache + cell + DIM // 2, _into(high, v_scale, v_cache.dtype.element_ty, MOST), mask=stored)
+        _store(v_cache + cell, low, high, v_scale, stored, DIM, MOST)
     else:
         angles = cos_sin + tl.load(positions + row).to(tl.int64) * DIM + element
         cos = tl.load(angles, mask=inside, other=0.0)[None, :]
@@ -161,5 +165,4 @@ def rope_and_store_kernel(
             if k_norm is not None:
                 low, high = _normed(low, high, k_norm, element, inside, eps, DIM, q.dtype.element_ty)
             low, high = low * cos - high * sin, high * cos + low * sin
-            tl.store(k_cache + cell, _into(low, k_scale, k_cache.dtype.element_ty, MOST), mask=stored)
-            tl.store(k_cache + cell + DIM // 2, _into(high, k_scale, k_cache.dtype.element_ty, MOST), mask=stored)
+            _store(k_cache + cell, low, high, k_scale, stored, DIM, MOST)

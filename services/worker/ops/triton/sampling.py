@@ -253,6 +253,45 @@ def _winner(row, first, threshold, key, AT_ONCE: tl.constexpr, CHUNK: tl.constex
 
 
 @triton.jit
+def _draw_cut(
+    logits,
+    peak,
+    mass,
+    top,
+    power,
+    cuts,
+    key,
+    listed,
+    index,
+    VOCAB: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The token of a row of which `cuts` (top k, top p, min p) leave some: only chunks that may have one of these are
+    read again, which are written to `listed`."""
+    k, p, floor = cuts
+    peak = tl.exp2((peak - top) * power)
+    mass *= peak
+    peak = tl.where(peak >= floor, peak, 0.0)
+    total = tl.sum(mass, axis=0)
+    low = k * 0
+    if k < VOCAB:
+        low = _floor(peak, mass, True, k.to(tl.float32), CHUNK)
+    elif (p < 1.0) & (floor <= 0.0):
+        low = _floor(peak, mass, False, p * total, CHUNK)
+    wanted = (peak > 0) & (peak >= low.to(tl.float32, bitcast=True))
+    count = tl.sum(wanted.to(tl.int32), axis=0)
+    place = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
+    tl.debug_barrier()
+    tl.store(listed + place, index, mask=wanted)
+    tl.debug_barrier()
+    row = (logits, VOCAB, power, top, floor, listed, count)
+    first = _weights(row, 0, AT_ONCE, CHUNK)
+    threshold = tl.maximum(floor, _cut(row, first, low, k, p, total, AT_ONCE, CHUNK))
+    return _winner(row, first, threshold, key, AT_ONCE, CHUNK)
+
+
+@triton.jit
 def draw_kernel(
     logits,
     temperature,
@@ -290,25 +329,9 @@ def draw_kernel(
         power = _power(heat)
         mass = tl.load(sums + index, mask=index < CHUNKS, other=0.0)
         if _is_cut(k, p, floor, VOCAB):
-            peak = tl.exp2((peak - top) * power)
-            mass *= peak
-            peak = tl.where(peak >= floor, peak, 0.0)
-            total = tl.sum(mass, axis=0)
-            low = k * 0
-            if k < VOCAB:
-                low = _floor(peak, mass, True, k.to(tl.float32), CHUNK)
-            elif (p < 1.0) & (floor <= 0.0):
-                low = _floor(peak, mass, False, p * total, CHUNK)
-            wanted = (peak > 0) & (peak >= low.to(tl.float32, bitcast=True))
-            count = tl.sum(wanted.to(tl.int32), axis=0)
-            place = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
-            tl.debug_barrier()
-            tl.store(listed + place, index, mask=wanted)
-            tl.debug_barrier()
-            row = (logits, VOCAB, power, top, floor, listed, count)
-            first = _weights(row, 0, AT_ONCE, CHUNK)
-            threshold = tl.maximum(floor, _cut(row, first, low, k, p, total, AT_ONCE, CHUNK))
-            winner = _winner(row, first, threshold, tl.load(keys + number), AT_ONCE, CHUNK)
+            cuts = (k, p, floor)
+            key = tl.load(keys + number)
+            winner = _draw_cut(logits, peak, mass, top, power, cuts, key, listed, index, VOCAB, AT_ONCE, CHUNK)
         else:
             reached = tl.where(index < CHUNKS, mass + (peak - top) * power, float("-inf"))
             # Without a finite logit what is found may lie in the padding.

@@ -30,9 +30,11 @@ from services.worker.ops.triton.attention.paged_context import (
     cached_rows,
     cached_tile,
     merge_shares,
+    online_softmax,
     queries_for,
     scaled_scores,
     share_of,
+    store_share,
     with_sinks,
 )
 from services.worker.ops.triton.attention.tiles import (
@@ -111,43 +113,24 @@ def decode_kernel(
 
     if k_scale is not None:
         scale = scale * tl.load(k_scale)
-    mixed = tl.zeros([ROWS, PAD], tl.float32)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
         most, total = with_sinks(sinks, kv_head * GROUP + of_group, of_group < GROUP, split == 0)
+    slope = total
     if slopes is not None:
         slope = tl.load(slopes + kv_head * GROUP + of_group, mask=of_group < GROUP, other=0.0)
-    for start in tl.range(begin, end, TILE):
-        tokens = start + tl.arange(0, TILE)
-        there = tokens < end
-        if WINDOW is not None:
-            there = there & (tokens >= first)
-        at = cached_rows(table, tokens, there, kv_head, KV_HEADS, BLOCK)[:, None] * DIM + dims[None, :]
-        # What is not there may hold anything, NaN too: it is neither read nor multiplied.
-        keys = cached_tile(k_cache, at, there, dims, DIM).to(query.dtype)
-        values = cached_tile(v_cache, at, there, dims, DIM).to(query.dtype)
-        products = dot(query, tl.trans(keys), tl.zeros([ROWS, TILE], tl.float32))
-        scores = scaled_scores(products, scale, SOFTCAP)
-        if slopes is not None:
-            scores += biases_of(slope, tokens[None, :] - (length - 1))
-        scores = tl.where(there[None, :], scores, float("-inf"))
-        # A tile has a token that is there, so `newest` is finite from the first one on.
-        newest = tl.maximum(most, tl.max(scores, 1))
-        shrink = tl.exp2(most - newest)
-        chances = tl.exp2(scores - newest[:, None])
-        total = total * shrink + tl.sum(chances, 1)
-        mixed = dot(chances.to(query.dtype), values, mixed * shrink[:, None])
-        most = newest
-
+    mixed, most, total = _over_share(
+        *((tl.zeros([ROWS, PAD], tl.float32), most, total), query, (k_cache, v_cache), table, kv_head),
+        *(begin, end, first, length, scale, slope, KV_HEADS, BLOCK, DIM, TILE, WINDOW, SOFTCAP, slopes is not None),
+    )
     # A padded sequence has no tokens: 0 / 1.
     mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
     if v_scale is not None:
         mixed = mixed * tl.load(v_scale)
     if SPLIT:
         at = head * splits + split
-        tl.store(shares + at[:, None] * DIM + dims[None, :], mixed, mask=real)
-        tl.store(weights + at, most + tl.log2(total), mask=of_group < GROUP)
+        store_share(shares, weights, at, dims, mixed, most + tl.log2(total), real, of_group < GROUP, DIM)
         if arrived is not None:
             used = tl.cdiv(length - low, share)
             counter = arrived + sequence * tl.num_programs(0) + tl.program_id(0)
@@ -158,6 +141,48 @@ def decode_kernel(
                 tl.store(out + head[:, None] * DIM + dims[None, :], mixed.to(out.dtype.element_ty), mask=real)
     else:
         tl.store(out + head[:, None] * DIM + dims[None, :], mixed.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _over_share(
+    state,
+    query,
+    caches,
+    table,
+    kv_head,
+    begin,
+    end,
+    first,
+    length,
+    scale,
+    slope,
+    KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+):
+    """`state` (as `online_softmax` has it) after the tokens from `begin` to `end`, none before `first` seen. A tile has
+    a token that is."""
+    k_cache, v_cache = caches
+    dims = tl.arange(0, query.shape[1])
+    for start in tl.range(begin, end, TILE):
+        tokens = start + tl.arange(0, TILE)
+        there = tokens < end
+        if WINDOW is not None:
+            there = there & (tokens >= first)
+        at = cached_rows(table, tokens, there, kv_head, KV_HEADS, BLOCK)[:, None] * DIM + dims[None, :]
+        # What is not there may hold anything, NaN too: it is neither read nor multiplied.
+        keys = cached_tile(k_cache, at, there, dims, DIM).to(query.dtype)
+        values = cached_tile(v_cache, at, there, dims, DIM).to(query.dtype)
+        products = dot(query, tl.trans(keys), tl.zeros([query.shape[0], TILE], tl.float32))
+        scores = scaled_scores(products, scale, SOFTCAP)
+        if ALIBI:
+            scores += biases_of(slope, tokens[None, :] - (length - 1))
+        state = online_softmax(state, tl.where(there[None, :], scores, float("-inf")), values)
+    return state
 
 
 ASKED_TOKENS = tl.constexpr(32)

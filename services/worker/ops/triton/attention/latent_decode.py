@@ -25,8 +25,10 @@ from services.worker.ops.triton.attention.paged_context import (
     cached_rows,
     cached_tile,
     merge_shares,
+    online_softmax,
     scaled_scores,
     share_of,
+    store_share,
 )
 from services.worker.ops.triton.attention.tiles import Tile
 from services.worker.ops.triton.products import dot
@@ -90,9 +92,11 @@ def latent_decode_kernel(
         from_q + RANK + of_rope[None, :], mask=(number < HEADS)[:, None] & (of_rope < ROPE)[None, :], other=0.0
     )
     table = tables + sequence.to(tl.int64) * width
-    mixed = tl.zeros([ROWS, RANK_PAD], tl.float32)
-    most = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    state = (
+        tl.zeros([ROWS, RANK_PAD], tl.float32),
+        tl.full([ROWS], float("-inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32),
+    )
     for start in tl.range(begin, end, TILE):
         tokens = start + tl.arange(0, TILE)
         there = tokens < end
@@ -106,20 +110,14 @@ def latent_decode_kernel(
         products = dot(absorbed, tl.trans(values), tl.zeros([ROWS, TILE], tl.float32))
         products = dot(rotation, tl.trans(keys), products)
         scores = tl.where(there[None, :], scaled_scores(products, scale, None), float("-inf"))
-        # A tile has a token that is there, so `newest` is finite from the first one on.
-        newest = tl.maximum(most, tl.max(scores, 1))
-        shrink = tl.exp2(most - newest)
-        chances = tl.exp2(scores - newest[:, None])
-        total = total * shrink + tl.sum(chances, 1)
-        mixed = dot(chances.to(values.dtype), values, mixed * shrink[:, None])
-        most = newest
+        state = online_softmax(state, scores, values)
 
+    mixed, most, total = state
     # A padded sequence has no tokens: 0 / 1.
     mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
     if SPLIT:
         at = head * splits + split
-        tl.store(shares + at[:, None] * RANK + of_rank[None, :], mixed, mask=real)
-        tl.store(weights + at, most + tl.log2(total), mask=number < HEADS)
+        store_share(shares, weights, at, of_rank, mixed, most + tl.log2(total), real, number < HEADS, RANK)
     else:
         tl.store(out + head[:, None] * RANK + of_rank[None, :], mixed.to(out.dtype.element_ty), mask=real)
 

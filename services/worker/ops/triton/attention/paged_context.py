@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
+from services.worker.ops.triton.products import dot
 
 ALIGNED = tl.constexpr(16)
 """Where a window begins its first share is rounded down to so many tokens, which divide a block of any size."""
@@ -87,6 +88,27 @@ def with_sinks(sinks, heads, there, mine):
     sink = tl.load(sinks + heads, mask=there, other=0.0) * LOG2_E
     most = tl.where(mine, sink, float("-inf"))
     return most, tl.where(mine, tl.zeros_like(sink) + 1.0, 0.0)
+
+
+@triton.jit
+def online_softmax(state, scores, values):
+    """`state` (values mixed [rows, D], greatest score [rows], sum of chances [rows]) after a tile with `scores`
+    [rows, tokens] as powers of two and `values` [tokens, D], of which every row sees a token."""
+    mixed, most, total = state
+    newest = tl.maximum(most, tl.max(scores, 1))
+    shrink = tl.exp2(most - newest)
+    chances = tl.exp2(scores - newest[:, None])
+    total = total * shrink + tl.sum(chances, 1)
+    mixed = dot(chances.to(values.dtype), values, mixed * shrink[:, None])
+    return mixed, newest, total
+
+
+@triton.jit
+def store_share(shares, weights, at, dims, mixed, log_sum, real, there, DIM: tl.constexpr):
+    """Writes what rows have found in one share of their context, where `merge_shares` reads it: number `at` [rows] of
+    all shares. `real` [rows, D], `there` [rows]: of what is no padding."""
+    tl.store(shares + at[:, None] * DIM + dims[None, :], mixed, mask=real)
+    tl.store(weights + at, log_sum, mask=there)
 
 
 MERGED_AT_ONCE = 32

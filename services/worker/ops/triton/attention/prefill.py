@@ -31,6 +31,7 @@ from services.worker.ops.triton.attention.paged_context import (
     merge_shares,
     queries_for,
     scaled_scores,
+    store_share,
     with_sinks,
 )
 from services.worker.ops.triton.attention.tiles import padded, prefill_tile
@@ -99,6 +100,25 @@ def _over_tiles(
         mixed = dot(chances.to(query.dtype), values, mixed * shrink[:, None])
         most = newest
     return mixed, most, total
+
+
+@triton.jit
+def _seen_tokens(oldest, end, split, splits, TILE: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr):
+    """(where a program begins, where every row's window has begun, the first token that the `oldest` row sees, where
+    the program ends). SPLIT: one of `splits` shares."""
+    begin = oldest * 0
+    seen_from = oldest * 0
+    low = oldest * 0
+    if WINDOW is not None:
+        begin = tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE
+        seen_from = tl.maximum(oldest + 1 - WINDOW, 0)
+        low = seen_from // TILE * TILE
+    high = end
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(end - low, splits), TILE) * TILE
+        low = low + split * share
+        high = tl.minimum(low + share, end)
+    return low, begin, seen_from, high
 
 
 @triton.jit(do_not_specialize=["width", "splits"], do_not_specialize_on_alignment=["tables", "starts", "lengths"])
@@ -178,18 +198,7 @@ def prefill_kernel(
     if ALIBI:
         slope = tl.load(slopes + kv_head * GROUP + of_group, mask=of_group < GROUP, other=0.0)
     state = (tl.zeros([ROWS, PAD], tl.float32), most, total)
-    begin = first * 0
-    seen_from = first * 0
-    low = first * 0
-    if WINDOW is not None:
-        begin = tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE
-        seen_from = tl.maximum(oldest + 1 - WINDOW, 0)
-        low = seen_from // TILE * TILE
-    high = end
-    if SPLIT:
-        share = tl.cdiv(tl.cdiv(end - low, splits), TILE) * TILE
-        low = low + split * share
-        high = tl.minimum(low + share, end)
+    low, begin, seen_from, high = _seen_tokens(oldest, end, split, splits, TILE, WINDOW, SPLIT)
     if WINDOW is not None:
         state = _over_tiles(
             *(state, query, position, caches, table, kv_head, low, tl.minimum(begin, high), seen_from, scale, slope),
@@ -211,9 +220,7 @@ def prefill_kernel(
     if v_scale is not None:
         mixed = mixed * tl.load(v_scale)
     if SPLIT:
-        at = head * splits + split
-        tl.store(shares + at[:, None] * DIM + dims[None, :], mixed, mask=real)
-        tl.store(weights + at, most + tl.log2(total), mask=owned)
+        store_share(shares, weights, head * splits + split, dims, mixed, most + tl.log2(total), real, owned, DIM)
     else:
         tl.store(out + row, mixed.to(out.dtype.element_ty), mask=real)
 

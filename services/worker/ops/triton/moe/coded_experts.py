@@ -18,7 +18,7 @@ from services.worker.ops.quantized import ExpertBiases, nibble_run
 from services.worker.ops.triton.codes import CodedStack, coded_row_sums, group_terms, typed_codes
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from services.worker.ops.triton.moe.grouped_products import NO_BIASES
-from services.worker.ops.triton.moe.mixture import turns_at_once
+from services.worker.ops.triton.moe.mixture import unroll_factor
 from services.worker.ops.triton.row_ops import gated_sums, gating, of_outputs
 
 
@@ -113,9 +113,9 @@ def coded_up_row_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = x + (pick // CHOSEN).to(tl.int64) * HIDDEN
     output = expert * (2 * SIZE) + tl.minimum(column, SIZE - 1)
-    TURNS: tl.constexpr = turns_at_once(HIDDEN, DEPTH)
-    gate = coded_row_sums(row, codes, scales, zeros, offsets, output, HIDDEN, GROUP, CODE, RUN, DEPTH, TURNS)
-    up = coded_row_sums(row, codes, scales, zeros, offsets, output + SIZE, HIDDEN, GROUP, CODE, RUN, DEPTH, TURNS)
+    UNROLL: tl.constexpr = unroll_factor(HIDDEN, DEPTH)
+    gate = coded_row_sums(row, codes, scales, zeros, offsets, output, HIDDEN, GROUP, CODE, RUN, DEPTH, UNROLL)
+    up = coded_row_sums(row, codes, scales, zeros, offsets, output + SIZE, HIDDEN, GROUP, CODE, RUN, DEPTH, UNROLL)
     if biases is not None:
         gate += of_outputs(biases, expert, column, 2 * SIZE)
         up += of_outputs(biases, expert, column + SIZE, 2 * SIZE)
@@ -149,14 +149,14 @@ def coded_down_row_kernel(
     row = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     held = tl.minimum(column, HIDDEN - 1)
-    TURNS: tl.constexpr = turns_at_once(SIZE, DEPTH)
+    UNROLL: tl.constexpr = unroll_factor(SIZE, DEPTH)
     total = tl.zeros([COLUMNS], tl.float32)
     for number in tl.static_range(CHOSEN):
         pick = row * CHOSEN + number
         expert = tl.load(experts + pick).to(tl.int64)
         if expert >= 0:  # else another rank's
             line, output = gated + pick.to(tl.int64) * SIZE, expert * HIDDEN + held
-            made = coded_row_sums(line, codes, scales, zeros, offsets, output, SIZE, GROUP, CODE, RUN, DEPTH, TURNS)
+            made = coded_row_sums(line, codes, scales, zeros, offsets, output, SIZE, GROUP, CODE, RUN, DEPTH, UNROLL)
             if biases is not None:
                 made += of_outputs(biases, expert, column, HIDDEN)
             total += made * tl.load(chances + pick)

@@ -23,7 +23,7 @@ from torch import Tensor
 from services.worker.ops.gpu import generation
 from services.worker.ops.interface import Activation, Picks
 from services.worker.ops.quantized import Code, ExpertBiases, nibble_run
-from services.worker.ops.triton.codes import CodedStack, group_terms, low_input, times_codes, typed_codes
+from services.worker.ops.triton.codes import CodedStack, coded_inputs, coded_rows, group_terms, times_codes, typed_codes
 from services.worker.ops.triton.dependent_launch import launch_options, wait_for_inputs
 from services.worker.ops.triton.moe.routing import (
     ExpertTile,
@@ -140,6 +140,41 @@ def sums_dtype(factors):
     return tl.int32 if factors == tl.int8 else tl.float32
 
 
+@triton.jit
+def _tile_picks(tile, tile_experts, sorted_picks, picks, ROWS: tl.constexpr):
+    """(expert, places among the sorted picks, picks, which of these there are [ROWS, 1]) of a tile. Of few rows most of
+    a tile is padding: it counts as zeros that are not fetched."""
+    place = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    pick = tl.load(sorted_picks + place)
+    return tl.load(tile_experts + tile).to(tl.int64), place, pick, (pick < picks)[:, None]
+
+
+@triton.jit
+def _outputs(
+    sums,
+    row_scales,
+    scales,
+    biases,
+    expert,
+    column,
+    COLUMNS: tl.constexpr,
+    output,
+    CODE: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):
+    """A tile of sums with the scales that they lack yet, and with biases; either may be None. `column` of the expert's
+    COLUMNS is `output` of all experts'."""
+    if CODE is not None:
+        if not GROUPED:
+            sums *= along_columns(tl.load(scales + output), SWAPPED)
+    elif scales is not None:
+        sums = scaled(sums, row_scales, of_outputs(scales, expert, column, COLUMNS), SWAPPED)
+    if biases is not None:
+        sums += along_columns(of_outputs(biases, expert, column, COLUMNS), SWAPPED)
+    return sums
+
+
 @triton.jit(do_not_specialize=["picks"])
 def up_tile_kernel(
     x,
@@ -174,18 +209,11 @@ def up_tile_kernel(
     tile = tl.program_id(0) // WIDE
     if tile >= tl.load(tiles):
         return
-    expert = tl.load(tile_experts + tile).to(tl.int64)
-    place = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    pick = tl.load(sorted_picks + place)
-    # Of few rows most of a tile is padding: it counts as zeros that are not fetched.
-    there = (pick < picks)[:, None]
+    expert, place, pick, there = _tile_picks(tile, tile_experts, sorted_picks, picks, ROWS)
     column = tl.program_id(0) % WIDE * COLUMNS + tl.arange(0, COLUMNS)
     held = tl.minimum(column, SIZE - 1)
     IN_BYTE: tl.constexpr = 2 if CODE == "int4" else 1
-    byte = tl.arange(0, DEPTH // IN_BYTE)
-    depth = byte
-    if CODE == "int4":
-        depth = low_input(byte, RUN)
+    byte, depth = coded_inputs(DEPTH, CODE, RUN)
     rows = x + (pick // CHOSEN).to(tl.int64)[:, None] * HIDDEN + depth[None, :]
     gates = gate_up + expert * (2 * SIZE * HIDDEN // IN_BYTE) + (held[:, None] * (HIDDEN // IN_BYTE) + byte[None, :])
     ups = gates + SIZE * HIDDEN // IN_BYTE
@@ -194,16 +222,13 @@ def up_tile_kernel(
     gate = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], sums_dtype(x.dtype.element_ty))
     up = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], sums_dtype(x.dtype.element_ty))
     for start in tl.range(0, HIDDEN, DEPTH):
-        values = part(rows, there, depth, start, HIDDEN, DEPTH)
+        values, highs = coded_rows(rows, there, depth, start, HIDDEN, DEPTH, CODE, RUN)
         first = part(gates, True, byte, start // IN_BYTE, HIDDEN // IN_BYTE, DEPTH // IN_BYTE)
         second = part(ups, True, byte, start // IN_BYTE, HIDDEN // IN_BYTE, DEPTH // IN_BYTE)
         if CODE is None:
             gate = times(values, first, gate, SWAPPED)
             up = times(values, second, up, SWAPPED)
         else:
-            highs = values
-            if CODE == "int4":
-                highs = part(rows + RUN, there, depth + RUN, start, HIDDEN, DEPTH)
             group = output * (HIDDEN // GROUP) + start // GROUP
             gate = times_codes(values, highs, first, group, scales, zeros, offsets, gate, GROUPED, CODE, SWAPPED)
             group += SIZE * (HIDDEN // GROUP)
@@ -211,17 +236,12 @@ def up_tile_kernel(
         rows += DEPTH
         gates += DEPTH // IN_BYTE
         ups += DEPTH // IN_BYTE
-    if CODE is not None:
-        if not GROUPED:
-            gate *= along_columns(tl.load(scales + output), SWAPPED)
-            up *= along_columns(tl.load(scales + output + SIZE), SWAPPED)
-    elif scales is not None:
+    of_rows = None
+    if CODE is None and scales is not None:
         of_rows = tl.load(row_scales + pick // CHOSEN, mask=pick < picks, other=0.0)
-        gate = scaled(gate, of_rows, of_outputs(scales, expert, column, 2 * SIZE), SWAPPED)
-        up = scaled(up, of_rows, of_outputs(scales, expert, column + SIZE, 2 * SIZE), SWAPPED)
-    if biases is not None:
-        gate += along_columns(of_outputs(biases, expert, column, 2 * SIZE), SWAPPED)
-        up += along_columns(of_outputs(biases, expert, column + SIZE, 2 * SIZE), SWAPPED)
+    gate = _outputs(gate, of_rows, scales, biases, expert, column, 2 * SIZE, output, CODE, GROUPED, SWAPPED)
+    column_up, output_up = column + SIZE, output + SIZE
+    up = _outputs(up, of_rows, scales, biases, expert, column_up, 2 * SIZE, output_up, CODE, GROUPED, SWAPPED)
     made = gated_sums(gate, up, KIND, LIMIT).to(gated.dtype.element_ty)
     if SWAPPED:
         made = tl.trans(made)
@@ -260,42 +280,30 @@ def down_tile_kernel(
     tile = tl.program_id(0) // WIDE
     if tile >= tl.load(tiles):
         return
-    expert = tl.load(tile_experts + tile).to(tl.int64)
-    place = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    pick = tl.load(sorted_picks + place)
-    there = (pick < picks)[:, None]
+    expert, place, pick, there = _tile_picks(tile, tile_experts, sorted_picks, picks, ROWS)
     column = tl.program_id(0) % WIDE * COLUMNS + tl.arange(0, COLUMNS)
     held = tl.minimum(column, HIDDEN - 1)
     IN_BYTE: tl.constexpr = 2 if CODE == "int4" else 1
-    byte = tl.arange(0, DEPTH // IN_BYTE)
-    depth = byte
-    if CODE == "int4":
-        depth = low_input(byte, RUN)
+    byte, depth = coded_inputs(DEPTH, CODE, RUN)
     rows = gated + place[:, None] * SIZE + depth[None, :]
     weights = down + expert * (HIDDEN * SIZE // IN_BYTE) + (held[:, None] * (SIZE // IN_BYTE) + byte[None, :])
     output = expert * HIDDEN + held
     GROUPED: tl.constexpr = CODE is not None and (GROUP < SIZE or offsets is not None)
     total = tl.zeros([COLUMNS, ROWS] if SWAPPED else [ROWS, COLUMNS], sums_dtype(gated.dtype.element_ty))
     for start in tl.range(0, SIZE, DEPTH):
-        values = part(rows, there, depth, start, SIZE, DEPTH)
+        values, highs = coded_rows(rows, there, depth, start, SIZE, DEPTH, CODE, RUN)
         read = part(weights, True, byte, start // IN_BYTE, SIZE // IN_BYTE, DEPTH // IN_BYTE)
         if CODE is None:
             total = times(values, read, total, SWAPPED)
         else:
-            highs = values
-            if CODE == "int4":
-                highs = part(rows + RUN, there, depth + RUN, start, SIZE, DEPTH)
             group = output * (SIZE // GROUP) + start // GROUP
             total = times_codes(values, highs, read, group, scales, zeros, offsets, total, GROUPED, CODE, SWAPPED)
         rows += DEPTH
         weights += DEPTH // IN_BYTE
-    if CODE is not None:
-        if not GROUPED:
-            total *= along_columns(tl.load(scales + output), SWAPPED)
-    elif scales is not None:
-        total = scaled(total, tl.load(row_scales + place), of_outputs(scales, expert, column, HIDDEN), SWAPPED)
-    if biases is not None:
-        total += along_columns(of_outputs(biases, expert, column, HIDDEN), SWAPPED)
+    of_rows = None
+    if CODE is None and scales is not None:
+        of_rows = tl.load(row_scales + place)
+    total = _outputs(total, of_rows, scales, biases, expert, column, HIDDEN, output, CODE, GROUPED, SWAPPED)
     if SWAPPED:
         total = tl.trans(total)
     chance = tl.load(chances + pick, mask=pick < picks, other=0.0)

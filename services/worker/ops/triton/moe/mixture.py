@@ -39,7 +39,7 @@ from services.worker.ops.triton.moe.routing import (
 )
 from services.worker.ops.triton.row_ops import gated_sums, gating, of_outputs
 
-MAX_TURNS = tl.constexpr(4)
+MAX_UNROLL = tl.constexpr(4)
 """Turns of a loop over a row's elements whose loads are on their way together, at most."""
 
 
@@ -77,11 +77,11 @@ def mix_rows(
 
 
 @triton.constexpr_function
-def turns_at_once(elements, depth):
-    """Of a loop over so many elements, `depth` a turn: MAX_TURNS or a few less, so that none is left over that would
-    wait for its loads by itself."""
-    turns = -(-elements // depth)
-    return -(-turns // -(-turns // MAX_TURNS.value))
+def unroll_factor(elements, depth):
+    """How often a loop over so many elements, `depth` at a time, is unrolled: MAX_UNROLL times or a few less, so that
+    no iteration is left over that would wait for its loads by itself."""
+    iterations = -(-elements // depth)
+    return -(-iterations // -(-iterations // MAX_UNROLL.value))
 
 
 @triton.jit
@@ -102,8 +102,8 @@ def up_row_kernel(
 ):
     """Grid (columns, picks): act(gate) · up of some columns of one pick."""
     wait_for_inputs(DEPENDENT)
-    TURNS: tl.constexpr = turns_at_once(HIDDEN, DEPTH)
-    ROUNDED: tl.constexpr = (HIDDEN + TURNS * DEPTH - 1) // (TURNS * DEPTH) * (TURNS * DEPTH)
+    UNROLL: tl.constexpr = unroll_factor(HIDDEN, DEPTH)
+    ROUNDED: tl.constexpr = (HIDDEN + UNROLL * DEPTH - 1) // (UNROLL * DEPTH) * (UNROLL * DEPTH)
     pick = tl.program_id(1)
     expert = tl.load(experts + pick).to(tl.int64)
     if expert < 0:
@@ -115,7 +115,7 @@ def up_row_kernel(
     gates = gate_up + expert * (2 * SIZE * HIDDEN) + tl.minimum(column, SIZE - 1)[:, None] * HIDDEN + depth[None, :]
     gate = tl.zeros([COLUMNS, DEPTH], tl.float32)
     up = tl.zeros([COLUMNS, DEPTH], tl.float32)
-    for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
+    for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=UNROLL):
         there = depth < HIDDEN - start
         values = tl.load(row + start, mask=there, other=0.0).to(tl.float32)[None, :]
         gate += tl.load(gates + start, mask=there[None, :], other=0.0).to(tl.float32) * values
@@ -145,8 +145,8 @@ def down_row_kernel(
 ):
     """Grid (columns, rows): the sum over all experts of a row."""
     wait_for_inputs(DEPENDENT)
-    TURNS: tl.constexpr = turns_at_once(SIZE, DEPTH)
-    ROUNDED: tl.constexpr = (SIZE + TURNS * DEPTH - 1) // (TURNS * DEPTH) * (TURNS * DEPTH)
+    UNROLL: tl.constexpr = unroll_factor(SIZE, DEPTH)
+    ROUNDED: tl.constexpr = (SIZE + UNROLL * DEPTH - 1) // (UNROLL * DEPTH) * (UNROLL * DEPTH)
     row = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
@@ -162,7 +162,7 @@ def down_row_kernel(
             if biases is not None:
                 added += of_outputs(biases, expert, column, HIDDEN) * chance
             inputs = gated + pick.to(tl.int64) * SIZE + depth
-            for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=TURNS):
+            for start in tl.range(0, ROUNDED, DEPTH, loop_unroll_factor=UNROLL):
                 there = depth < SIZE - start
                 values = tl.load(inputs + start, mask=there, other=0.0).to(tl.float32) * chance
                 total += tl.load(weights + start, mask=there[None, :], other=0.0).to(tl.float32) * values[None, :]

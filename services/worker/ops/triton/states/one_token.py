@@ -27,6 +27,18 @@ def _unit(row):
     return row * tl.rsqrt(tl.sum(row * row, 0) + _LENGTH_EPS)
 
 
+@triton.jit
+def _left(steps, step_bias, decay, lower_bound, number, in_state, BOUNDED: tl.constexpr):
+    """The share of each element of a head's keys that is left of the state after a token."""
+    times = tl.load(steps + number, mask=in_state, other=0.0).to(tl.float32)
+    times += tl.load(step_bias + number, mask=in_state, other=0.0)
+    if BOUNDED:
+        times = lower_bound * sigmoid(-times * tl.load(decay))
+    else:
+        times = softplus(times) * tl.load(decay)
+    return tl.exp(times)
+
+
 @triton.jit(
     do_not_specialize=["steps_stride", "root", "most_written", "lower_bound"],
     do_not_specialize_on_alignment=["steps", "slots", "lengths"],
@@ -78,14 +90,8 @@ def one_token_kernel(
     step = steps + sequence.to(tl.int64) * steps_stride + head
     time = 1.0
     if BY_ELEMENT:
-        own_step = step + head * (STATE - 1) + number
-        times = tl.load(own_step, mask=in_state, other=0.0).to(tl.float32)
-        times += tl.load(step_bias + head * STATE + number, mask=in_state, other=0.0)
-        if BOUNDED:
-            times = lower_bound * sigmoid(-times * tl.load(decay + head))
-        else:
-            times = softplus(times) * tl.load(decay + head)
-        state *= tl.exp(times)[None, :]
+        bias = step_bias + head * STATE
+        state *= _left(step + head * (STATE - 1), bias, decay + head, lower_bound, number, in_state, BOUNDED)[None, :]
         step += HEADS * (STATE - 1)
     else:
         if not EVEN:

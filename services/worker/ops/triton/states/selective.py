@@ -46,20 +46,24 @@ def softplus(x):
 
 
 @triton.jit
-def _writing(row, channel, inside, number, in_state, CHANNELS: tl.constexpr, DIM: tl.constexpr):
-    """(x, B, time step as it is projected) of a row."""
+def _row(row, channel, inside, number, in_state, CHANNELS: tl.constexpr, DIM: tl.constexpr, READS: tl.constexpr):
+    """(x, B, time step as it is projected, gate, C) of a row. Not READS: anything for the last two."""
     x = tl.load(row + CHANNELS + channel, mask=inside, other=0.0)
     b = tl.load(row + 2 * CHANNELS + number, mask=in_state, other=0.0)
     step = tl.load(row + 2 * CHANNELS + 2 * DIM + channel, mask=inside, other=0.0)
-    return x, b, step
+    gate, c = x, b
+    if READS:
+        gate = tl.load(row + channel, mask=inside, other=0.0)
+        c = tl.load(row + 2 * CHANNELS + DIM + number, mask=in_state, other=0.0)
+    return x, b, step, gate, c
 
 
 @triton.jit
-def _reading(row, channel, inside, number, in_state, CHANNELS: tl.constexpr, DIM: tl.constexpr):
-    """(gate, C) of a row."""
-    gate = tl.load(row + channel, mask=inside, other=0.0)
-    c = tl.load(row + 2 * CHANNELS + DIM + number, mask=in_state, other=0.0)
-    return gate, c
+def _read(state, x, gate, c, skip):
+    """What a row gives: what it reads of the state, and itself, as far as its gate is open."""
+    read = tl.sum(state * c.to(tl.float32)[None, :], 1) + skip * x
+    opening = gate.to(tl.float32)
+    return read * (opening * sigmoid(opening))
 
 
 @triton.jit(
@@ -124,30 +128,21 @@ def selective_kernel(
     together = tl.zeros([BLOCK], tl.float32)
     # The next row is on its way while one is computed.
     row = projected + begin.to(tl.int64) * stride
-    x, b, step = _writing(row, channel, inside, number, in_state, CHANNELS, DIM)
-    gate, c = x, b
-    if READS:
-        gate, c = _reading(row, channel, inside, number, in_state, CHANNELS, DIM)
+    x, b, step, gate, c = _row(row, channel, inside, number, in_state, CHANNELS, DIM, READS)
     to = out + begin.to(tl.int64) * out_stride + channel
     for at in tl.range(begin, end):
         row += tl.where(at + 1 < end, stride, 0)  # the last one is read twice
-        next_x, next_b, next_step = _writing(row, channel, inside, number, in_state, CHANNELS, DIM)
-        next_gate, next_c = next_x, next_b
-        if READS:
-            next_gate, next_c = _reading(row, channel, inside, number, in_state, CHANNELS, DIM)
+        following = _row(row, channel, inside, number, in_state, CHANNELS, DIM, READS)
         time = softplus(step.to(tl.float32) + bias)
         wide = x.to(tl.float32)
         written = (time * wide)[:, None] * b.to(tl.float32)[None, :]
         state = tl.exp2(time[:, None] * rates) * state + written
         if READS:
-            read = tl.sum(state * c.to(tl.float32)[None, :], 1) + through * wide
-            opening = gate.to(tl.float32)
-            read *= opening * sigmoid(opening)
-            tl.store(to, read.to(out.dtype.element_ty), mask=inside)
+            tl.store(to, _read(state, wide, gate, c, through).to(out.dtype.element_ty), mask=inside)
         else:
             together += time
         to += out_stride
-        x, b, step, gate, c = next_x, next_b, next_step, next_gate, next_c
+        x, b, step, gate, c = following
     if CHUNK is None:
         left = inside[:, None] & (number < tl.where(length > 0, DIM, 0))[None, :]
         tl.store(own, state, mask=left)  # nothing is left behind a padding row

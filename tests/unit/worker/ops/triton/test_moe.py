@@ -19,7 +19,7 @@ from services.worker.ops.gpu import HOPPER
 from services.worker.ops.interface import Routing
 from services.worker.ops.triton.moe import mixture as moe
 from services.worker.ops.triton.moe.grouped_products import mix_tiles
-from services.worker.ops.triton.moe.mixture import choose_experts, mix_rows, mixture, turns_at_once
+from services.worker.ops.triton.moe.mixture import choose_experts, mix_rows, mixture, unroll_factor
 from services.worker.ops.triton.moe.routing import (
     TILE_ROWS,
     SortedPicks,
@@ -148,7 +148,7 @@ def test_each_size_of_tiles_gives_the_same(most: int) -> None:
 
 
 def test_no_turn_of_a_loop_is_left_over_whose_loads_would_go_alone() -> None:
-    found = [int(turns_at_once(256 * turns, 256)) for turns in (1, 3, 4, 5, 6, 8, 9)]
+    found = [int(unroll_factor(256 * turns, 256)) for turns in (1, 3, 4, 5, 6, 8, 9)]
     assert found == [1, 3, 4, 3, 3, 4, 3]
 
 
