@@ -251,6 +251,7 @@ def test_images_before_a_language_model_that_the_library_computes(
     check_logits(model, ImageChat("What is ", picture(0, (150, 40)), " here?"), monkeypatch)
 
 
+@pytest.mark.extras
 @pytest.mark.features("prompt embeds", "images", "chunked prefill", "preemption", "prefix cache", "LoRA")
 def test_images_of_phi_with_its_adapter_and_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above; and an adapter of its language model, as the files beside it are, in one batch of the same image."""
