@@ -341,8 +341,8 @@ class WorkerConfig(ParallelConfig, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.rank + self.local_ranks > self.world_size:
-            sizes = f"rank = {self.rank}, local_ranks = {self.local_ranks}"
-            raise ValueError(f"{sizes}: world_size, which is {self.world_size}, must be at least their sum")
+            last = self.rank + self.local_ranks - 1
+            raise ValueError(f"rank = {last}: must be below world_size, which is {self.world_size}")
         if self.world_size % self.pp:
             raise ValueError(f"pp = {self.pp}: world_size, which is {self.world_size}, must be a multiple of it")
         if self.pp_layers and len(self.pp_layers) != self.pp:

@@ -47,9 +47,9 @@ def test_ranks_of_one_pod_of_several_meet_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--local-ranks=2"], "rank = 0, local_ranks = 2: world_size, which is 1, must be at least their sum"),
+        (["--local-ranks=2"], "rank = 1: must be below world_size, which is 1"),
         (["--local-ranks=2", "--world-size=4"], "rendezvous: must be set where there are several ranks"),
-        (["--rank=2", "--world-size=2"], "rank = 2, local_ranks = 1: world_size, which is 2"),
+        (["--rank=2", "--world-size=2"], "rank = 2: must be below world_size, which is 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(flags: list[str], message: str) -> None:
