@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from services.worker.config import WorkerConfig
+from shared.telemetry.logs import set_up_logs
 
 log = logging.getLogger(__name__)
 
@@ -40,27 +42,36 @@ def run_local_ranks(config: WorkerConfig, argv: Sequence[str]) -> int:
     """Runs `config.local_ranks` ranks, whose further settings are `argv` and this process's environment, until the
     first one ends or this process is told to. Returns the first one's exit status, 128 and the signal's number where a
     signal ended it."""
+    set_up_logs("worker", config.instance, config.log_level)
     with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
         command = [sys.executable, "-m", "services.worker", *argv]
-        ranks = [subprocess.Popen([*command, *flags]) for flags in rank_flags(config, Path(folder))]
+        ranks: list[subprocess.Popen[bytes]] = []
 
         def stop(*_: object) -> None:
             for rank in ranks:
                 rank.terminate()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT):  # before there are ranks, which nobody else would end
             signal.signal(number, stop)
+        for flags in rank_flags(config, Path(folder)):
+            ranks.append(subprocess.Popen([*command, *flags]))
         first, status = _first_end({rank.pid for rank in ranks})
-        log.info("a rank ended", extra={"process": first, "status": status})
-        others = [rank for rank in ranks if rank.pid != first]
-        for rank in others:
-            rank.terminate()
-        for rank in others:
-            with suppress(subprocess.TimeoutExpired):
-                rank.wait(config.drain_timeout + GOODBYE_SECONDS)
-            rank.kill()
-            rank.wait()
+        log.info("a rank ended", extra={"pid": first, "status": status})
+        end_all([rank for rank in ranks if rank.pid != first], config.drain_timeout + GOODBYE_SECONDS)
     return status if status >= 0 else 128 - status
+
+
+def end_all(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Has `ranks` end, and kills those that have not after so many seconds, which all of them share: a rank without its
+    peers may hang where nothing stops it but that."""
+    deadline = time.monotonic() + seconds
+    for rank in ranks:
+        rank.terminate()
+    for rank in ranks:
+        with suppress(subprocess.TimeoutExpired):
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        rank.kill()
+        rank.wait()
 
 
 def _first_end(ranks: set[int]) -> tuple[int, int]:

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from services.worker.config import WorkerConfig
-from services.worker.local_ranks import rank_flags
+from services.worker.local_ranks import end_all, rank_flags
 from shared.config import ConfigError, load_config
 
 DEADLINE = 60.0
@@ -101,3 +102,36 @@ def test_all_are_told_to_end_and_waited_for(tmp_path: Path) -> None:
         process.terminate()
         assert process.wait(DEADLINE) == 0
         assert process.stdout.read() == "", "its ranks have ended, as their end of the pipe has"
+
+
+class HangingRank(subprocess.Popen[bytes]):
+    """That no signal but SIGKILL ends, as one that waits for a peer that is gone."""
+
+    def __init__(self, waits: list[float]) -> None:
+        self.waits, self.killed = waits, False
+
+    def __del__(self) -> None:
+        """There is no process."""
+
+    def terminate(self) -> None:
+        """Changes nothing."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is not None:
+            self.waits.append(timeout)
+            time.sleep(timeout)
+            raise subprocess.TimeoutExpired("rank", timeout)
+        assert self.killed, "who waits for it without a deadline waits for ever"
+        return -signal.SIGKILL
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_ranks_that_hang_share_one_deadline() -> None:
+    """Each with a deadline of its own, an engine of eight would have been gone for minutes."""
+    waits: list[float] = []
+    ranks = [HangingRank(waits) for _ in range(7)]
+    end_all(ranks, 0.05)
+    assert all(rank.killed for rank in ranks)
+    assert sum(waits) <= 0.05
