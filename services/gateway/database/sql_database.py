@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -246,6 +247,8 @@ class SqlDatabase(Database):
                 return operation(tables, connection)
         except DBAPIError as error:
             raise DatabaseUnavailable(str(error.orig).strip().partition("\n")[0]) from error.orig
+        except sqlite3.Error as error:  # of what goes past SQLAlchemy
+            raise DatabaseUnavailable(str(error)) from error
         except (OSError, TimeoutError) as error:
             raise DatabaseUnavailable(str(error)) from None
 

@@ -312,7 +312,10 @@ async def test_what_several_gateways_remove_and_add_at_once_ends_at_the_limits(
 async def test_a_file_of_sqlites_becomes_smaller_behind_deletions(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import sqlite3
+
     monkeypatch.setattr(sql_database, "KEPT_PAGES", 16)
+    monkeypatch.setattr(sql_database, "LOCK_SECONDS", 0.05)
     path = tmp_path / "database.sqlite"
     database = SqlDatabase(path)
     for id in ("gone", "stays"):
@@ -321,6 +324,11 @@ async def test_a_file_of_sqlites_becomes_smaller_behind_deletions(
     assert not await database.shrink()
     large = path.stat().st_size
     await database.delete(kind, "gone")
+    other = sqlite3.connect(path)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(DatabaseUnavailable, match="locked"):  # another error would end the gateway
+        await database.shrink()
+    other.close()
 
     pieces = 1
     while await database.shrink():
