@@ -109,6 +109,7 @@ _INSERT_WITHIN = (
     _INSERT_FROM
     + _USAGE
     + """
+if redis.call('EXISTS', KEYS[1]) == 1 then return {} end  -- sent twice, as its answer was lost
 local ids, total = usage(ARGV[1], ARGV[2])
 if #ids + 1 > tonumber(ARGV[3]) or total + tonumber(ARGV[5]) > tonumber(ARGV[4]) then return {#ids, total} end
 insert(6)
