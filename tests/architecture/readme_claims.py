@@ -35,7 +35,7 @@ SENTENCES: Mapping[str, tuple[str, ...]] = {
         _DEATHS,
         "tests/faults/test_chaos.py::test_no_stream_is_lost_or_altered_and_nothing_stays_held",
     ),
-    "If the gateway dies that holds its connection": (_RESUMED,),
+    "If the gateway that holds its connection dies": (_RESUMED,),
     "Baton is written in Python, in modules of": ("tests/architecture/test_house.py",),
     "You need Python 3.11 or newer and make.": (f"{_HERE}::test_python_is_the_one_that_the_package_asks_for",),
     "The first call creates `.venv`": (
@@ -51,7 +51,7 @@ SENTENCES: Mapping[str, tuple[str, ...]] = {
         "tests/integration/deploy/test_supervisor.py",
         f"{_COMMANDS}::test_down_ends_the_stack_and_what_it_left_can_be_read",
     ),
-    "Or by a client, here OpenAI's own": (f"{_RUN}::test_the_snippets_do_what_they_say",),
+    "Or with a client, here OpenAI's own": (f"{_RUN}::test_the_snippets_do_what_they_say",),
     "The demo model is a Llama of 4 M parameters": (
         f"{_MODELS}::test_it_has_about_four_million_parameters_in_bf16",
         f"{_MODELS}::test_the_shipped_table_tells_of_every_kind_and_is_what_readers_are_shown",
