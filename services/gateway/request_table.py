@@ -1,5 +1,5 @@
-"""Connects HTTP responses with the bus: opens requests, routes messages to the responses, and carries out the effects
-that the supervisor of requests decides on."""
+"""Connects HTTP responses with the bus: opens requests, routes messages to the responses, and carries out what the
+supervisor of requests decides (its effects)."""
 
 from __future__ import annotations
 
@@ -59,19 +59,20 @@ that of two gateways that take it over at once one has the newer attempt."""
 
 
 class ClusterLink(Protocol):
-    """How requests go to other clusters, and the output of theirs back."""
+    """How requests go to other clusters, and how their output comes back."""
 
     async def forward(self, cluster: ClusterName, tokenize: Tokenize) -> None:
         """Sends an attempt to a gateway of that cluster."""
 
     async def cancel(self, cluster: ClusterName, gateway: GatewayId, cancel: Cancel) -> None:
-        """Calls off what a gateway of another cluster has."""
+        """Cancels what a gateway of another cluster has."""
 
     async def probe(self, cluster: ClusterName, gateway: GatewayId, probe: Probe) -> ProbeReply:
         """Asks a gateway of another cluster whether it has a request. Raises BusError."""
 
     def record_output(self, output: Delta | StreamOpened | PromptLogprobsDelta | PooledDelta | RequestRejected) -> bool:
-        """Records output of a request of another cluster; False where it is none."""
+        """Records output of a request that this cluster serves for another one. Returns False if the request is none of
+        these."""
 
     async def flush_output(self) -> None:
         """Sends the output recorded since the last call."""
@@ -132,13 +133,13 @@ class RequestTable:
     # For the endpoints.
 
     def not_serving(self, model: ModelName | None = None, *, though_asleep: bool = True) -> str | None:
-        """Returns why new requests for `model`, or for any, are refused at the moment, or None; `though_asleep`: also
-        where it is only because engines sleep."""
+        """Returns why new requests for `model`, or for any model, are refused at the moment; None if they are not. With
+        `though_asleep` also if that is only because engines sleep."""
         absence = self._absence(model)
         return None if absence is None or (absence.asleep and not though_asleep) else absence.reason
 
     def models_not_serving(self) -> int:
-        """Returns of how many known models new requests are refused at the moment."""
+        """Returns the number of known models for which new requests are refused at the moment."""
         return sum(self._absence(card.name) is not None for card in self.cluster.models())
 
     @property
@@ -147,7 +148,7 @@ class RequestTable:
         return self._max_open - len(self._supervisor) - self._arriving
 
     def admit(self, sequences: int, model: ModelName | None = None) -> None:
-        """Raises RequestError where so many more sequences for `model`, or for any, cannot be taken now."""
+        """Raises RequestError if so many more sequences for `model`, or for any model, cannot be taken now."""
         if (absence := self._absence(model)) is not None:
             text = f"the request could not be served: {absence.reason}"
             raise RequestError(503, text, retry_after=1.0, elsewhere=True)
@@ -188,10 +189,10 @@ class RequestTable:
         meters: ModelMeters | None = None,
         record: StreamRecord | None = None,
     ) -> GenerationResponse:
-        """Dispatches every sequence of a request. `details` describe its prompts where the client wants that, else it
-        is empty. `meters`: other than the model's, for requests that no client has sent. `record`: of a resumable
-        stream, new or not: the response gets what is recorded, and only what nobody generates is dispatched. The
-        response that had it until now ends."""
+        """Dispatches every sequence of a request. `details`: describe its prompts if the client wants that, else empty.
+        `meters`: in place of the model's, for requests that no client has sent. `record`: of a resumable stream, new or
+        not. The response then gets what is recorded, only what nobody generates any more is dispatched, and the
+        response that had the stream until now ends."""
         now, arrival = self._bus.liveness_now(), time.time() if record is None else record.opening.arrival
         seed = secrets.randbits(63) if record is None else record.opening.seed
         max_model_len = self.cluster.max_model_len(generation.model)
@@ -227,7 +228,8 @@ class RequestTable:
     def _resume(
         self, response: GenerationResponse, record: StreamRecord, messages: dict[RequestId, Tokenize], now: float
     ) -> list[Effect]:
-        """Gives the response what is recorded. Nothing may come between this and the routes of what follows."""
+        """Gives the response what is recorded. Nothing may be awaited between this and registering the routes of
+        further output."""
         effects: list[Effect] = []
         attempt = Attempt(newest_attempt(record) + ATTEMPTS_OF_A_GATEWAY * (1 + secrets.randbelow(1000)))
         for request, choice in record.choices.items():
@@ -264,7 +266,7 @@ class RequestTable:
 
     async def close(self, response: GenerationResponse, outcome: ResponseOutcome, *, resumable: bool = False) -> None:
         """Ends a client's response: cancels what is still generated for it, then counts and logs it. `resumable`:
-        generating goes on, and the record grows."""
+        generating goes on, and its output is recorded."""
         await self.cancel(response, detach=resumable)
         header, choices = response.header, response.choices
         model = self.cluster.counted_as(header.model)
@@ -289,7 +291,7 @@ class RequestTable:
         log.info("answered", extra=summary)
 
     async def cancel(self, response: GenerationResponse, *, detach: bool = False) -> None:
-        """Forgets a response, and cancels whatever is still generated for it; nothing with `detach`."""
+        """Forgets a response, and cancels whatever is still generated for it; with `detach` it cancels nothing."""
         self._responses.discard(response)
         STREAMS.set(len(self._responses))
         for request in response.requests:
@@ -301,8 +303,8 @@ class RequestTable:
             await self.abandon(own)
 
     async def abandon(self, requests: Iterable[RequestId]) -> None:
-        """Cancels requests of which no response is left here, and ends the response of those that have one: another
-        gateway goes on with them."""
+        """Cancels requests that another gateway continues. Those that still have a response here have it ended as taken
+        over."""
         now = self._bus.liveness_now()
         effects: list[Effect] = []
         for request in requests:
@@ -351,7 +353,7 @@ class RequestTable:
         await self._perform(self._supervisor.relay_gone(relay, self._bus.liveness_now()))
 
     async def move_to_others(self) -> None:
-        """This cluster is drained: what its engines have goes on in other clusters that can serve it."""
+        """This cluster is drained: requests on its engines move to other clusters that can serve them."""
         await self._perform(self._supervisor.move_to_others(self._bus.liveness_now()))
 
     async def record_unforwarded(self, tokenize: Tokenize) -> None:
@@ -365,7 +367,8 @@ class RequestTable:
         await self._perform(self._supervisor.handle(message, self._bus.liveness_now()))
 
     def record_kept(self, message: PromptKept) -> None:
-        """Records what an engine keeps of a prompt; of an older attempt's, too, as blocks are named by content."""
+        """Records which blocks of a prompt an engine keeps. A message of an older attempt counts, too, as blocks are
+        named by content."""
         response = self._keeping.pop(message.request, None)
         if response is not None and not response.kept.done():
             response.kept.set_result(message)
@@ -403,7 +406,7 @@ class RequestTable:
                 response.writer.tick(now)
 
     def stop(self) -> None:
-        """Fails every open response, as the gateway is stopping; resumable ones break off and go on elsewhere."""
+        """Fails every open response, as the gateway is stopping. Resumable streams break off and continue elsewhere."""
         for response in list(self._responses):
             if self.records.get(response.header.id) is not None:
                 response.end("taken over")

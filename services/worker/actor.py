@@ -41,8 +41,8 @@ class RankOutOfSync(Exception):
 
 
 class WorkerActor(Actor):
-    """Owns one rank's compute thread and copy thread. Decides nothing: it executes plans in order, says how far their
-    transfers are, and when a plan is missing."""
+    """Owns one rank's compute thread and copy thread. Decides nothing: it executes plans in order, reports the progress
+    of their transfers, and reports a missing plan."""
 
     service = "worker"
 
@@ -128,7 +128,7 @@ class WorkerActor(Actor):
             await self.publish_lifecycle()
 
     async def handle(self, message: StepPlan | RankOrder) -> None:
-        """Has a plan computed, or the process ended that is to sleep: one that sleeps takes its place."""
+        """Has a plan computed. If the rank is to sleep, ends the process: a sleeping one takes its place."""
         match message:
             case StepPlan():
                 await self._take_plan(message)
@@ -142,8 +142,8 @@ class WorkerActor(Actor):
                 assert_never(message)
 
     async def _take_plan(self, message: StepPlan) -> None:
-        """Has a plan computed after those before it. One that came twice is dropped; for a missing one the scheduler is
-        sent `StepMissed`, and sends it again. If it begins a new epoch instead, a rank of several raises
+        """Has a plan computed after those before it. A duplicate is dropped. For a missing plan the scheduler is sent
+        `StepMissed`, and sends the plan again; if it begins a new epoch instead, a rank of several raises
         RankOutOfSync."""
         if names_rows(message):
             message = await self._rows.found(message)
@@ -300,7 +300,7 @@ class WorkerActor(Actor):
         await self.bus.publish(self._results, missed)
 
     def _close_gap(self, gap: StepMissed, plan: StepPlan) -> None:
-        """Behind a gap, a plan has come that can be computed. Raises RankOutOfSync where it is of a new epoch, as other
+        """A plan that can be computed has come after a gap. Raises RankOutOfSync if it is of a new epoch, as other
         ranks may be waiting for this one in the step that it missed."""
         self._gap = None
         if gap.epoch != plan.epoch and self._identity.world_size > 1:

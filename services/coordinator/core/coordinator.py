@@ -113,7 +113,8 @@ class Coordinator:
         return [CancelOnEngine(placed.engine, Cancel(request, attempt))]
 
     def record_ended(self, message: RequestEnded) -> None:
-        """A request of a key has generated all that it will: what it was counted for is corrected."""
+        """A request of an API key has ended: the tokens that it was counted for are corrected to those that it
+        generated."""
         self.queue.settle(message.request, message.generated)
         self.prefills.settle(message.request, message.generated)
 
@@ -208,8 +209,8 @@ class Coordinator:
     # ---- engines that fail
 
     def _record_failure(self, generation: Generation, placed: _Placed | None, at: Moment) -> list[Action]:
-        """An attempt comes behind one that failed on the last engine that it avoids. If that engine fails too much it
-        is ejected here at once, and everywhere once it has said so."""
+        """Records that the last engine which this attempt avoids failed the one before. An engine that fails too many
+        is ejected here at once, and everywhere else once it has reported it."""
         engine, request = generation.avoid[-1], generation.request
         if len(generation.avoid) > 1:
             self._outliers.exonerate(request)
@@ -266,8 +267,8 @@ class Coordinator:
         return actions
 
     def _place(self, generation: Generation, at: Moment, since: float) -> list[Action]:
-        """Places a request that came at `since`, or rejects it where it was queued before its model was known and its
-        model cannot hold it; nothing where no engine takes it."""
+        """Places a request that came at `since`. Rejects it if it was queued before its model was known and the model
+        cannot hold it; does nothing if no engine takes it."""
         generation = self._bounded(generation)
         refused = self._refusal(generation)
         if refused is not None:
@@ -317,8 +318,8 @@ class Coordinator:
     # ---- prompts that prefill engines pull
 
     def _await_pull(self, generation: Generation, at: Moment, since: float) -> list[Action]:
-        """Has the prompt wait for a prefill engine; nothing where it is better computed by the engine that decodes:
-        it is short, there is no such engine, or too much waits already."""
+        """Has the prompt wait for a prefill engine. Does nothing if the engine that decodes had better compute it:
+        because it is short, there is no such engine, or too many wait already."""
         tokens = self._router.tokens_to_prefill(generation, at.now)
         engines = len(self.fleet.prefill_candidates(generation))
         if tokens is None or not engines:
@@ -331,7 +332,7 @@ class Coordinator:
         return [*given, *self._notify_queued(queued, at)] if waits else given
 
     def _give_prompts(self, at: Moment) -> list[Action]:
-        """Gives prompts to the engines that have asked, in order, for as long as any of them has room."""
+        """Gives waiting prompts to the engines that have asked for some, in order, as long as any of them has room."""
         actions: list[Action] = []
         for model in self.prefills.models():
             for queued in list(self.prefills.in_order(model)):
@@ -358,7 +359,7 @@ class Coordinator:
         return self._reject_overdue(queued, at)
 
     def _bounded(self, generation: Generation) -> Generation:
-        """The request with an output limit that its model's context, where that is known, has room for."""
+        """The request with its output limit lowered to what fits into its model's context, if that is known."""
         length = self.fleet.max_model_len(generation.model)
         if length is None:
             return generation
@@ -366,16 +367,16 @@ class Coordinator:
         return generation if stopping is generation.stopping else replace(generation, stopping=stopping)
 
     def _refusal(self, generation: Generation) -> RequestRejected | None:
-        """The rejection of a request that its model's context cannot hold, or whose adapter is gone; None where it
-        fits, or that is not known."""
+        """The rejection of a request that does not fit into its model's context, or whose adapter is gone; None if it
+        fits, or if that is not known."""
         if self.fleet.lacks_lora(generation):
             return _lora_gone(generation)
         length = self.fleet.max_model_len(generation.model)
         return None if length is None or fits(generation, length) else _context_exceeded(generation, length)
 
     def _reject_overdue(self, queued: QueuedRequest, at: Moment) -> list[Action]:
-        """Rejects a request that has waited for too long. How long a new request waits while nobody can serve it, its
-        gateway decides."""
+        """Rejects a request that has waited for too long. How long a new request waits while nobody can serve it is up
+        to its gateway."""
         if at.now - queued.since <= self.config.queue_timeout:
             return []
         waited = f"waited {self.config.queue_timeout:g} s"
@@ -392,7 +393,8 @@ class Coordinator:
         return [NotifyGateway(generation.gateway, RequestQueued(generation.request, generation.attempt))]
 
     def _reject(self, queued: QueuedRequest, kind: ErrorKind, message: str, at: Moment) -> list[Action]:
-        """The client may try again after as long as the oldest in the queue has waited by now."""
+        """Rejects a request. The client is told to try again after as long as the oldest request in the queue has
+        waited."""
         generation = queued.generation
         self.queue.remove(generation.request)
         self.prefills.remove(generation.request)

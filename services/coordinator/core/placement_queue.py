@@ -202,8 +202,7 @@ class PlacementQueue:
         return self._by_request.get(request)
 
     def remove(self, request: RequestId, *, placed: bool = False) -> QueuedRequest | None:
-        """Takes `request` out, and answers with its entry; None where it did not wait here. `placed`: it counts for
-        its key."""
+        """Takes `request` out and returns its entry; None if it did not wait here. `placed`: it counts for its key."""
         queued = self._by_request.pop(request, None)
         if queued is not None:
             model, key = queued.generation.model, queued.generation.key
@@ -227,15 +226,17 @@ class PlacementQueue:
         )
 
     def settle(self, request: RequestId, generated: int) -> None:
-        """A request has ended with `generated` output tokens: its key is counted for these, whatever it might have
-        generated. Nothing where it was not placed here, or from an empty queue, which counts for nothing."""
+        """A request has ended with `generated` output tokens: its key is charged for these, not for all that it might
+        have generated. Does nothing if it was not placed here, or was placed from an empty queue, which charges
+        nobody."""
         charge = self._charges.pop(request, None)
         if charge is not None:
             charge.queue.settle(charge.key, charge.cost - max(1, charge.prompt + generated) / charge.weight)
 
     def surplus(self, newest: QueuedRequest) -> QueuedRequest:
-        """The request to give up where the queue is too long: the last one of the key that has the most waiting for its
-        weight; `newest`, where that is its own key. So who fills the queue keeps nobody else out of it."""
+        """The request to reject when the queue is too long: the last one of the key that has the most waiting relative
+        to its weight; `newest` if that is of the same key. So whoever fills the queue does not keep others out of
+        it."""
         own = newest.generation
         longest, most = own.key, self._keys[own.key] / own.weight
         for waiting in self._models.values():
@@ -249,7 +250,7 @@ class PlacementQueue:
         return max(flows, key=lambda flow: len(flow.requests)).requests[-1]
 
     def clear(self) -> list[Generation]:
-        """Empties the queue, and answers with the requests that it held, in order."""
+        """Empties the queue, and returns the requests that it held, in order."""
         everyone = [queued.generation for waiting in self._models.values() for queued in waiting.in_order()]
         self._models.clear()
         self._by_request.clear()

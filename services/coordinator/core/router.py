@@ -114,9 +114,9 @@ class Router:
         return left if left >= self._least_remote(request) else None
 
     def choose_pulled(self, generation: Generation, now: float, room: Callable[[EngineId], int]) -> Placement | None:
-        """The engine that computes the prompt, of those that have asked for one (`room`: tokens that an engine asked
-        for): the one that has most of it, then the one with most room; a request that is computed sooner than handed
-        over goes to one engine whole. None where none has asked, or none would go on."""
+        """The engine that computes the prompt, of those that have asked for prompts (`room`: how many tokens each asked
+        for): the one that has most of it cached, then the one with most room. A request that is computed sooner than
+        handed over goes to one engine whole. None if no engine has asked, or no engine could decode it afterwards."""
         detokenizer = self._fleet.choose_detokenizer(generation.model)
         decoding = self._decoding(self._fleet.decode_candidates(generation))
         asking = [each for each in self._fleet.prefill_candidates(generation) if room(each.engine.id) > 0]
@@ -169,8 +169,8 @@ class Router:
         return looked_at[place], reuses[place]
 
     def _candidates_of(self, request: _RoutedRequest, pool: EnginePool, bound: float) -> list[Candidate]:
-        """The candidates that hold something of the request, and of the others the least loaded: of each node, where KV
-        stores hold something. All of them where each has a chance."""
+        """The candidates that have some of the request cached, and the least loaded of the others (one of each node, if
+        KV stores have some of it). All candidates if the policy gives each of them a chance."""
         if self._draws:
             return list(pool)
         names = {EngineId(instance) for instance in request.hits.engines}
@@ -191,8 +191,8 @@ class Router:
         reuses: Sequence[Reuse],
         bound: float,
     ) -> list[float]:
-        """One that is saturated (it holds too many requests, or runs as many as it can) does not win by what it has
-        cached. Where all of the pool are, none is."""
+        """Costs of the candidates. For a saturated engine (it holds too many requests, or runs as many as it can)
+        cached blocks do not count. If all engines of the pool are saturated, none counts as such."""
         saturated = [_is_saturated(candidate, bound) for candidate in candidates]
         if any(saturated) and all(_is_saturated(candidate, bound) for candidate in pool.by_work()):
             saturated = [False] * len(candidates)
@@ -213,8 +213,8 @@ class Router:
         return slowdown.prefill * (before + blocks - worth) + slowdown.decode * _blocks_after(candidate, blocks, reuse)
 
     def _priced_reuses(self, request: _RoutedRequest, candidates: Sequence[Candidate]) -> list[Reuse]:
-        """For each candidate what it need not compute of the request; what is computed sooner than it comes from
-        another node does not count."""
+        """For each candidate the blocks of the request that it need not compute. Blocks that are computed sooner than
+        they come from another node do not count."""
         reuses = _reuses(request, candidates)
         for index, (candidate, reuse) in enumerate(zip(candidates, reuses, strict=True)):
             price = self._links.price(candidate, reuse.remote_node, reuse.remote) if reuse.remote else None
@@ -275,8 +275,9 @@ class Router:
     def _hand_over_costs(
         self, request: _RoutedRequest, prefill: Candidate, computed: Reuse, decoding: Sequence[Candidate]
     ) -> list[float]:
-        """Nothing is left to compute there; blocks from another node's store cost what their way takes beyond their
-        prefill, or is taken to cost. Infinite where it would be sooner to compute them there again."""
+        """The cost of decoding there, where nothing is left to compute. Blocks from another node's store cost what
+        their transfer takes beyond the prefill, or is assumed to. Infinite if computing them again there would be
+        sooner."""
         if self._config.router_policy != "kv":
             return [requests_of(candidate) for candidate in decoding]
         left = request.blocks - computed.blocks
@@ -291,8 +292,9 @@ class Router:
         return slowdown.prefill * (candidate.prefill + way) + slowdown.decode * _blocks_after(candidate, blocks, reuse)
 
     def _way(self, candidate: Candidate, prefill: Candidate, blocks: int, left: int, reuse: Reuse) -> float:
-        """What a prompt's blocks cost on their way to the node that decodes it, in blocks that it would compute. They
-        go while the `left` blocks are computed, so that only the rest is waited for: one block's way at the least."""
+        """The cost of sending a prompt's blocks to the node that decodes it, in units of computing a block. They are
+        sent while the `left` blocks are computed, so only the rest is waited for: at least the transfer of one
+        block."""
         wanted = blocks - reuse.device - reuse.stored
         price = self._links.price(candidate, prefill.node, wanted)
         if price is None:

@@ -74,9 +74,9 @@ class Detokenizer:
         self.counters = DetokenizerCounters()
 
     def handle(self, batch: TokenBatch) -> list[Action]:
-        """What a batch of tokens comes to: at most one `Deltas` for each gateway, failures and cancels besides; after a
-        gap in its engine's batches, a failure for each request of that engine. A detokenizer that is started anew joins
-        each engine's batches: that is a gap only where a stream of the batch began before it."""
+        """Takes a batch of tokens. Returns at most one `Deltas` for each gateway, and failures and cancels; after a gap
+        in an engine's batches, a failure for each request of that engine. A detokenizer that has just started joins
+        each engine's batches: that counts as a gap only if a stream of the batch began before it."""
         engine, former = batch.engine, []
         match self._batches.record(engine, batch.epoch, batch.number):
             case "old epoch":
@@ -132,7 +132,7 @@ class Detokenizer:
                 assert_never(event)
 
     def _open_stream(self, request: RequestId, attempt: Attempt, engine: EngineId) -> RequestStream | None:
-        """The stream of that attempt on that engine; None, and counted, where it is not open here."""
+        """The stream of that attempt on that engine; None, and counted, if it is not open here."""
         stream = self.streams.get(request)
         if stream is None or stream.opened.attempt != attempt or stream.engine != engine:
             self.counters.unknown += 1
@@ -219,7 +219,7 @@ class Detokenizer:
     # ---- what ends streams
 
     def _gap(self, batch: TokenBatch) -> list[Action]:
-        """Every request of the engine has failed, those opened just now too: the engine will fail them all."""
+        """Fails every request of the engine, including those opened just now, and has the engine fail them all."""
         self.counters.gaps += 1
         reason = f"detokenizer {self._instance} missed tokens of engine {batch.engine}"
         failed = self._fail(lambda stream: stream.engine == batch.engine, reason)
@@ -234,7 +234,8 @@ class Detokenizer:
         actions.append(ToEngine(stream.engine, Cancel(entry.request, entry.attempt)))
 
     def _fail_former(self, engine: EngineId) -> list[Action]:
-        """A new epoch of `engine` has nothing of what its last one ran; it may well go on with what moved to it."""
+        """A new epoch of `engine` begins: the streams of its last epoch fail, except those that moved to it from
+        elsewhere."""
         return self._fail(lambda stream: stream.engine == engine and not stream.awaited, f"engine {engine} restarted")
 
     def _fail(

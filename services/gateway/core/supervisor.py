@@ -47,7 +47,7 @@ class RequestSupervisor:
     """Owns the open requests. Each ends exactly once: by a `Delta` with `finish`, a `RequestRejected`, or `close`."""
 
     def __init__(self, policy: RetryPolicy, clusters: RemoteClusters | None = None) -> None:
-        """`clusters`: others that requests may go to; they are only read here, but for what was sent to each."""
+        """`clusters`: others that requests may go to. Only the count of what was sent to each is changed here."""
         self._policy = policy
         self._clusters = clusters
         self._open: dict[RequestId, OpenRequest] = {}
@@ -67,15 +67,15 @@ class RequestSupervisor:
         return self._open.values()
 
     def open(self, tokenize: Tokenize, now: float, *, accepted: bool = False) -> list[Effect]:
-        """Opens a new request and dispatches its first attempt; or rejects it at once, where processes died of an equal
-        one. `accepted`: it continues an answer that has begun."""
+        """Opens a new request and dispatches its first attempt; or rejects it at once if processes died of an equal
+        request. `accepted`: it continues an answer that has begun."""
         if self._poisoned.until and (refused := self._poisoned.refusal(tokenize, now)) is not None:
             return [refused]
         request = self._open[tokenize.request] = OpenRequest(tokenize, now, now, now, accepted=accepted)
         return self._dispatch(request, now)
 
     def resume(self, tokenize: Tokenize, emitted: EmittedOutput, now: float, *, relayed: bool = False) -> list[Effect]:
-        """Opens a request of another gateway, behind what that one's client was given. `relayed`: of a gateway of
+        """Opens a request of another gateway, after the output that its client already has. `relayed`: of a gateway of
         another cluster, which goes on supervising it."""
         if self._poisoned.until and (refused := self._poisoned.refusal(tokenize, now)) is not None:
             return [refused]
@@ -86,8 +86,8 @@ class RequestSupervisor:
         return self._dispatch(request, now)
 
     def close(self, request: RequestId, now: float, *, aborted: bool = False) -> list[Effect]:
-        """Ends a request that its client no longer wants, or that is `aborted`: then its client hears of the end. An
-        unknown one is no error: it may just have ended."""
+        """Ends a request that its client no longer wants, or that is `aborted`: then its client is told of the end. An
+        unknown request is no error: it may just have ended."""
         current = self._open.pop(request, None)
         if current is None:
             return []
@@ -95,8 +95,8 @@ class RequestSupervisor:
         return [*self._release(current, now), *current.end(), *last]
 
     def refuse_unserved(self, model: ModelName, absence: ModelUnavailable, now: float) -> list[Effect]:
-        """Ends the requests for `model` that came when nobody could serve them any more. Those that came before, or
-        that an engine has had, wait on."""
+        """Ends the requests for `model` that came after nobody could serve them any more. Requests that came before, or
+        that an engine has had, go on waiting."""
         unserved = [
             request
             for request in self._open.values()
@@ -136,7 +136,7 @@ class RequestSupervisor:
         return []
 
     def instance_gone(self, last: Lifecycle, reason: str, now: float) -> list[Effect]:
-        """An instance stopped or was restarted: the requests that it had are retried. `last`: what it said last."""
+        """An instance stopped or was restarted: the requests that it had are retried. `last`: its last message."""
         if last.service == "scheduler" and reason == "stopped" and not last.load:
             self._suspect(last, now + self._policy.silence_s)  # the last tokens come by a longer way
             return []
@@ -172,7 +172,7 @@ class RequestSupervisor:
         return [effect for r in moved for effect in self._take_elsewhere(r, "this cluster is drained", now)]
 
     def state_of(self, request: RequestId) -> ProbeReply:
-        """What this gateway has of a request that it serves for another cluster, as an engine would say it."""
+        """The state of a request that this gateway serves for another cluster, as an engine's probe reply."""
         current = self._open.get(request)
         if current is None:
             return ProbeReply("unknown", 0)
@@ -296,7 +296,7 @@ class RequestSupervisor:
 
     def _rejected(self, rejected: RequestRejected, now: float) -> list[Effect]:
         """A rejection for what the request is ends it. One for lack of capacity ends it only in its first attempt: what
-        was accepted once waits. But not for a grammar that has cost a process: its next try is the last."""
+        was accepted once waits. A grammar that has cost a process is the exception: its next try is the last."""
         current = self._current(rejected.request, rejected.attempt)
         if current is None:
             return []
@@ -357,20 +357,20 @@ class RequestSupervisor:
         return [self._send_off(current)]
 
     def _send_off(self, current: OpenRequest) -> DispatchAttempt:
-        """A suspect stays: it has cost this cluster a process, and shall cost no other one any."""
+        """Sends the attempt off. A suspect stays: it has cost this cluster a process, and must not cost others one."""
         current.cluster = None
         if self._clusters is not None and not current.relayed and current.suspect_until is None:
             current.cluster = self._clusters.destination(current.tokenize, current.avoid)
         return DispatchAttempt(current.message(), current.cluster)
 
     def _may_leave(self, current: OpenRequest) -> bool:
-        """Whether the request need not stay where it is: another cluster has it, or one has room."""
+        """Whether the request may be served elsewhere: another cluster has it already, or has room."""
         if self._clusters is None or current.relayed or current.suspect_until is not None:
             return False
         return current.cluster is not None or self._clusters.has_room(current.tokenize.model, current.tokenize.lora)
 
     def _take_elsewhere(self, current: OpenRequest, reason: str, now: float) -> list[Effect]:
-        """Starts the next attempt where it is better off; no engine has failed."""
+        """Starts the next attempt where it is better served. It counts as nobody's failure."""
         if current.cluster is not None and self._clusters is not None:
             self._clusters.mark_full(current.cluster)
         current.detours += 1
@@ -397,7 +397,7 @@ class RequestSupervisor:
         return [rejected, *current.end()]
 
     def _retry_all(self, affected: list[OpenRequest], gone: InstanceGone, now: float) -> list[Effect]:
-        """Retries what an instance had that is gone, but for what it died of."""
+        """Retries the requests of an instance that is gone; one that has cost too many processes ends instead."""
         reason = f"{gone.last.service} {gone.last.instance} {gone.reason}"
         effects: list[Effect] = []
         for request in affected:
@@ -419,8 +419,8 @@ class RequestSupervisor:
         return ended or self._retry(current, failed.reason, now, at_once=False)
 
     def _count_death(self, current: OpenRequest, death: Death | None, reached: int, now: float) -> list[Effect]:
-        """Makes the request a suspect after a process died with it. After the last death that it may cause it ends, if
-        it was alone there, and with it all other suspects that are equal."""
+        """Makes the request a suspect after a process died with it. If it was alone there, and has caused as many
+        deaths as it may, it ends, and all other suspects that are equal to it end, too."""
         if death is None or current.state == "ended":
             return []
         current.record_death(reached, self._policy)
@@ -431,7 +431,8 @@ class RequestSupervisor:
         return [effect for r in equal for effect in (*self._release(r, now), *self._end(r, rejection(r.message())))]
 
     def _count_grammar_death(self, current: OpenRequest, now: float) -> list[Effect]:
-        """Ends the request after the last process that its grammar may cost, and refuses the grammar for a while."""
+        """Counts a process that the grammar has cost. After the last one, ends the request and refuses its grammar a
+        while."""
         grammar = current.tokenize.grammar
         current.grammar_deaths += 1
         if grammar is None or current.grammar_deaths < self._policy.deaths:

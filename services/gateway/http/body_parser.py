@@ -190,14 +190,14 @@ def is_small(body: bytes) -> bool:
 
 
 def _check_large(body: bytes, limits: RequestLimits) -> None:
-    """Raises RequestError 413 for a body larger than those without media may be, which has too many values."""
+    """Raises RequestError 413 for a body that is larger than bodies without media may be and has too many values."""
     if len(body) > limits.max_body and (values := most_values(body)) > MAX_MEDIA_VALUES:
         text = f"body: {values} values in {len(body)} bytes; more than {limits.max_body} bytes of images, videos or "
         raise RequestError(413, f"{text}sounds may have {MAX_MEDIA_VALUES}", param="body", code="too_large")
 
 
 def _check_rest(body: bytes, limits: RequestLimits, asked: Any) -> None:
-    """Raises RequestError 413 where a body without its media is larger than bodies may be."""
+    """Raises RequestError 413 where a body, without its media, is larger than bodies without media may be."""
     if len(body) > limits.max_body and isinstance(asked, GenerationRequest):
         rest = len(body) - sum(len(each.data) * 4 // 3 for each in asked.media)
         if rest > limits.max_body:
@@ -290,8 +290,8 @@ async def _ask(process: Process, *parts: bytes) -> Any:
 
 
 async def _read_reply(source: StreamReader) -> bytes:
-    """The next part of an answer, which may be large: piece by piece, and never copied as a whole, which would leave
-    nobody else a turn. Raises EOFError."""
+    """The next part of an answer, which may be large. It is read piece by piece and never copied as a whole, so that
+    other tasks get their turns. Raises EOFError."""
     left, parts = int.from_bytes(await source.readexactly(LENGTH_BYTES)), io.BytesIO()
     while left:
         piece = await source.read(min(left, PIECE_BYTES))
@@ -349,7 +349,8 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Runs the process. It is not run as a module, which would be `__main__` and give its classes another name."""
+    """Runs the process. The module is not run by `python -m`: as `__main__` its classes would have another name for
+    pickle."""
     _limit_this_process()
     copyreg.pickle(MappingProxyType, lambda proxy: (_proxy, (dict(proxy),)))
     with contextlib.suppress(BrokenPipeError):

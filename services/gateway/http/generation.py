@@ -1,4 +1,4 @@
-"""What answers requests to generate: streamed, or as one body."""
+"""The endpoints that generate: they answer with a stream, or with one body."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def new_header(
 
 
 class GeneratingEndpoint:
-    """What the APIs have in common: who may ask for how much, and what ends with a client. Each call's state is in its
-    `GenerationResponse`."""
+    """What the endpoints of all APIs share: admission, and the cleanup when the client leaves. The state of each call
+    is in its `GenerationResponse`."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class GeneratingEndpoint:
     async def _filled(
         self, call: Call, generation: GenerationRequest, *, releases_body: bool = True
     ) -> GenerationRequest:
-        """The request with rows in place of what its body had beside text; nobody needs that any more, which may be
-        large, while the answer is long. Raises RequestError."""
+        """The request with rows in place of its media. Unless `releases_body` is false, the body, which may be large,
+        is then freed, as nobody needs it while the answer is made. Raises RequestError."""
         if not generation.media:
             return generation
         filled = await self._table.images.filled(generation)
@@ -110,7 +110,7 @@ class GeneratingEndpoint:
         return filled
 
     def _admitted(self, call: Call, generation: GenerationRequest) -> GenerationRequest:
-        """The request as its key may make it; room for it is taken. Raises RequestError."""
+        """The request within the limits of its API key. Reserves room for it. Raises RequestError."""
         table = self._table
         call.record.model = generation.served_name
         if generation.model.encoder_decoder is not None and generation.kind != "completion":
@@ -138,8 +138,8 @@ class GeneratingEndpoint:
     async def _open_for(
         self, call: Call, response: GenerationResponse, record: StreamRecord | None = None
     ) -> AsyncIterator[None]:
-        """Ends the response when the client leaves meanwhile; closes it at the end. With a `record` generating goes on
-        without the client, which can resume the stream once it has read of it."""
+        """Ends the response if the client leaves meanwhile, and closes it at the end. With a `record`, generating goes
+        on without the client, who can resume the stream if it has received any of it."""
         connection = call.connection
         billed, resumed = 0, False
         try:
@@ -168,7 +168,8 @@ class GeneratingEndpoint:
                 record.billed = max(tokens, billed)
 
     async def _whole(self, call: Call, response: GenerationResponse) -> bool:
-        """Waits for the end of a response; whether there is something to answer with. Raises its error."""
+        """Waits for the end of a response. Returns whether there is something to answer with. Raises the response's
+        error."""
         async with self._open_for(call, response):
             outcome = await response.ended
         if response.error is not None:
@@ -178,7 +179,8 @@ class GeneratingEndpoint:
     async def _whole_and_kept(
         self, call: Call, generation: GenerationRequest, response: GenerationResponse
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same with `kv_transfer_params` of a prompt that was to be kept, which only an open response hears of."""
+        """As `_whole`, with the `kv_transfer_params` of a prompt that an engine was to keep. They are only known while
+        the response is open."""
         async with self._open_for(call, response):
             outcome, transfer = await response.ended, None
             if outcome == "finished" and generation.kv_transfer.keep:
@@ -195,8 +197,8 @@ class GeneratingEndpoint:
         content_type: bytes = EVENT_STREAM,
         ending: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Responds with the events of `writer`. `ending`: has it write the last ones, after a wait. Raises the
-        response's error as long as nothing was sent."""
+        """Responds with the events of `writer`. `ending`: waits for something, and then has the writer write the last
+        events. Raises the response's error as long as nothing was sent."""
         response.ended.add_done_callback(lambda _: writer.wake())
         async with self._open_for(call, response):
             await writer.first
@@ -218,7 +220,8 @@ class GeneratingEndpoint:
             await self._finish(call, call.end())
 
     async def _answer(self, call: Call, value: Any) -> None:
-        """Responds with the JSON of a whole answer, made in turns with other calls where it has lazy arrays."""
+        """Responds with a whole answer as JSON. Lazy arrays in it are encoded piece by piece, so that other calls get
+        their turns."""
         await self._finish(call, call.respond(await LazyEncoder().encode(value)))
 
     async def _finish(self, call: Call, writing: Awaitable[None]) -> None:
@@ -362,7 +365,7 @@ class GenerationEndpoint(GeneratingEndpoint):
                 await self._finish(call, call.respond(answer_body))
 
     async def _store(self, call: Call, asked: ChatToStore, header: ResponseHeader, answer: bytes) -> bool:
-        """Stores a chat; whether the database has taken it."""
+        """Stores a chat. Returns whether the database has taken it."""
         assert self._chats is not None, "looked at before it was generated"
         try:
             await self._chats.insert(header.id, call.key.name, header.model, asked, answer)

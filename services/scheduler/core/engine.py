@@ -149,7 +149,7 @@ class EngineCore:
         return self.health.separate(outputs, now) if self.health.canary.mixed_in else outputs
 
     def _ask_canary(self, now: float) -> bool:
-        """Whether the engine has asked something of itself, which it does while there are workers."""
+        """Has the engine compute a canary request, if it has workers. Returns whether it does."""
         state = self.epoch_state
         if state is None:
             return False
@@ -196,12 +196,12 @@ class EngineCore:
 
     @property
     def serves(self) -> bool:
-        """Whether requests may come: there are workers, and what they are to say to a canary is known."""
+        """Whether requests may come: there are workers, and the right answer of the canary is known."""
         return self.epoch_state is not None and self.health.knows_answer
 
     @property
     def isolated(self) -> RequestId | None:
-        """The suspect that is computed alone; None while there is none, and others may be computed."""
+        """The suspect that is computed alone; None while there is none, and sequences share steps."""
         suspect = None if self.epoch_state is None else self.epoch_state.isolation.current
         return None if suspect is None else suspect.generation.request
 
@@ -303,7 +303,8 @@ class EngineCore:
         return self.epoch_state is None or not (self.load or self.epoch_state.transfers.saving)
 
     def _pause(self, mode: PauseMode) -> None:
-        """A canary under way is given up, as it could not answer in time; the next comes when the pause is over."""
+        """Pauses the engine. A canary under way is given up, as it could not answer in time; the next one comes after
+        the pause."""
         self.paused = mode
         if (run := self.health.canary.run) is not None:
             self._call_off(run.cancel)
@@ -322,7 +323,8 @@ class EngineCore:
             self._outbox.refuse(request, failed)
 
     def _call_off(self, message: Cancel | StopMatched) -> None:
-        """Fences even what is unknown: a cancel can overtake the request that it cancels."""
+        """Ends a request. One that is unknown is fenced off, too, because a cancel can overtake the request that it
+        cancels."""
         self._outbox.fence.close(message.request, message.attempt)
         ended = self.epoch_state is not None and self.epoch_state.requests.call_off(message)
         if not ended and isinstance(message, Cancel) and message.detokenizer is not None:
@@ -332,7 +334,7 @@ class EngineCore:
             self._outbox.add(forward)
 
     def _take_back(self, event: HandOverRefused) -> None:
-        """The engine that we handed a request over to is gone: it fails, unless it is not wanted any more."""
+        """The engine that a request was handed over to is gone: the request fails, unless it is no longer wanted."""
         generation = event.generate.generation
         self._release_room(generation.request)
         self._outbox.streams.disown(event.generate.detokenizer, generation.request, generation.attempt)
@@ -469,9 +471,9 @@ class EngineCore:
         self.store.share(workers.layout if self.role.node is not None else None, workers.card.name)
 
     def _end_epoch(self, reason: str, *, died: bool = False, unheard: int | None = None) -> None:
-        """Fails every request for `reason`; `died`: which may be the doing of one that was being computed, but of none
-        whose plans, from the step `unheard` on, came to a dead process. Those that come now wait for the next epoch's
-        workers."""
+        """Fails every request for `reason`. `died`: a process died, perhaps because of one of the requests that were
+        being computed; requests whose plans from step `unheard` on came to a dead process are not suspected. Requests
+        that come now wait for the workers of the next epoch."""
         state = self.epoch_state
         self.health.end_epoch()
         if state is not None:

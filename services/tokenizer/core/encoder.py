@@ -99,11 +99,12 @@ class PromptEncoder:
         return self._templates.dialect
 
     def forget_words(self) -> None:
-        """Drops what was kept of prompts that were encoded, so that it is looked up anew; any thread may say so."""
+        """Drops what is cached of prompts that were encoded, so that it is looked up anew. Any thread may call it."""
         self._vocabulary.forget_words()
 
     def brings_template(self, prompt: Prompt) -> bool:
-        """Whether the prompt is a chat with a template of the client's own, to be rendered elsewhere first."""
+        """Whether the prompt is a chat with a template of the client's own, which has to be rendered in the sandbox
+        first."""
         return (
             isinstance(prompt, ChatPrompt)
             and prompt.template is not None
@@ -114,7 +115,8 @@ class PromptEncoder:
         return b"".join(hash_chain(tokens, message.cache_salt, self._block_size, message.lora, embeds))
 
     def route(self, message: Tokenize, prompt: Prompt) -> Route | RequestRejected:
-        """The request with `prompt` (its own, or that rendered) tokenized and hashed; or why there is none."""
+        """Tokenizes and hashes the request's prompt, or `prompt`, what it was rendered to. Returns a Route, or the
+        refusal."""
         try:
             truncation = _truncation(message)
             longest = None if truncation is not None else message.max_model_len
@@ -186,8 +188,8 @@ class PromptEncoder:
         return _with_stops(stopping, own)
 
     def answer(self, request: TokenizerRequest) -> TokenizerReply:
-        """Text to tokens or back, or what the files say, for requests that ask for that alone; a refusal where the
-        prompt is at fault."""
+        """Answers requests for tokens of a text, the text of tokens, or what the tokenizer's files say. Returns a
+        refusal if the prompt is at fault."""
         try:
             match request:
                 case Encode():
@@ -206,7 +208,8 @@ class PromptEncoder:
             return TokenizerRefusal(refused.message, refused.field)
 
     def _shown_tokens(self, request: Encode) -> list[int]:
-        """The tokens of a prompt; that of an image or a video is there as often as these have rows."""
+        """The tokens of a prompt as clients are shown them: the token of an image or a video is repeated for each of
+        its rows."""
         prompt = request.prompt
         chat = prompt.chat if isinstance(prompt, RenderedPrompt) else prompt
         if not isinstance(chat, ChatPrompt) or not (chat.images or chat.videos or chat.sounds):

@@ -124,7 +124,8 @@ class ComputeThread:
             self._execute(_PreparedPlan(queued, self._prepare(queued), time.perf_counter()))
 
     def _execute_in_group(self, group: GroupMember) -> None:
-        """Between plans this rank takes part in the steps of the group's other engines."""
+        """Executes plans. Between them, this rank takes part in the steps of the data-parallel group's other
+        engines."""
         self._plans.on_arrival = group.notify_plan
         while True:
             group.wait_for_plan(lambda: self._plans.has_next)
@@ -154,7 +155,8 @@ class ComputeThread:
         self._launched.put(None)
 
     def _prepare(self, queued: QueuedPlan) -> Step | None:
-        """None where the plan is left out, as its epoch is over. The first of an epoch begins it."""
+        """Prepares a plan, and begins its epoch if it is the first of one. None if the plan is left out, as its epoch
+        is over."""
         if queued.void:
             return None
         if queued.first:
@@ -209,7 +211,7 @@ class ComputeThread:
         return _ExecutedStep(lambda: output, began, time.perf_counter() if output.ended is None else output.ended)
 
     def _copy(self, queued: QueuedPlan, transfers: tuple[Transfer, ...]) -> None:
-        """Ignored if the epoch is over: nobody awaits them."""
+        """Starts a plan's transfers. Ignored if the epoch is over: nobody awaits them."""
         if queued.plan.epoch == self._plans.epoch:
             self._copies.add(queued.plan.epoch, transfers)
 

@@ -1,7 +1,5 @@
-"""What the runners of a rank share: what it holds between steps, how it samples, and the messages of what a step drew.
-
-Knows what a plan changes, not how steps follow each other: that is what runners differ in.
-"""
+"""What all runners of a rank share: what it holds between steps, how it samples, and the messages about a step's
+results. It knows what a plan changes, not how steps follow each other: that is what runners differ in."""
 
 from __future__ import annotations
 
@@ -162,9 +160,10 @@ class RankState:
     def begin_epoch(self) -> None:
         """Removes every sequence, once all ranks of the engine have said that they computed the same steps.
 
-        One that missed the last plans of the epoch before, of a scheduler that died meanwhile, cannot know that. The
-        others then wait for it inside such a step, by other groups than these collectives', and are found by their
-        watchdogs; or they say how many there were. Raises RanksOutOfSync, and what a collective raises."""
+        A rank that missed the last plans of the epoch before, because its scheduler died, cannot know that. The other
+        ranks then wait for it inside such a step, in other process groups than those of these collectives, and are
+        found by their watchdogs; or they report how many steps there were. Raises RanksOutOfSync, and what a collective
+        raises."""
         steps, self.steps = self.steps, 0
         least, most = self.communicator.minimum(steps), -self.communicator.minimum(-steps)
         if least != most:
@@ -180,7 +179,8 @@ class RankState:
             self.drafting.proposer.clear()
 
     def update_sequences(self, plan: StepPlan) -> list[int]:
-        """Removes the sequences that `plan` releases, and adds its new ones: their indices. Raises BrokenPlan."""
+        """Removes the sequences that `plan` releases, and adds its new ones. Returns the indices of the new ones.
+        Raises BrokenPlan."""
         proposer = self.drafting.proposer
         for sequence in plan.released:
             seq_index = self.sequences.release(sequence)
@@ -289,7 +289,7 @@ class RankState:
         return SlotCopies(to_device(sources, self.device), to_device(targets, self.device))
 
     def take_failed(self) -> tuple[SequenceFailed, ...]:
-        """The sequences that no grammar or no processor goes on with, each once."""
+        """The sequences that a grammar or a logits processor cannot continue, each once."""
         failed = self.guided.take_failed() if self.guided else ()
         return (*failed, *self.processors.take_failed()) if self.processors else failed
 
@@ -428,8 +428,8 @@ def step_output(
     failed: tuple[SequenceFailed, ...] = (),
     vectors: PooledVectors = NO_VECTORS,
 ) -> StepOutput:
-    """The messages of what a step drew. `batch` None: there was nothing to compute. `verdict` None: on ranks that draw
-    nothing. `vectors`: on the host."""
+    """The messages about a step's results. `batch` None: there was nothing to compute. `verdict` None: on ranks that do
+    not sample. `vectors`: on the host."""
     if batch is None:
         return StepOutput(_complete(plan, ()), timing)
     drafted, prompts = int(batch.levels.sum()), scored.messages() if scored.parts else ()

@@ -146,7 +146,7 @@ class TokenStreams:
             self.drop_held(sequence)
 
     def drop_held(self, sequence: Sequence) -> None:
-        """Forgets the sequence's tokens that were held back: they were sent, or nobody needs them."""
+        """Forgets the sequence's tokens that were held back, because they were sent, or nobody needs them."""
         if sequence.stream.held is not None:
             sequence.stream.held = None
             del self._holding[sequence.id]
@@ -157,7 +157,7 @@ class TokenStreams:
             self.disown(sequence.detokenizer, sequence.generation.request, sequence.generation.attempt)
 
     def disown(self, detokenizer: DetokenizerId, request: RequestId, attempt: Attempt) -> None:
-        """Informs the detokenizer that no engine continues a stream that is open there."""
+        """Tells the detokenizer that no engine continues a stream that is open there."""
         self.pending[detokenizer].abandoned.append(AbandonStream(request, attempt))
 
     def move(self, sequence: Sequence, engine: EngineId) -> None:
@@ -167,7 +167,7 @@ class TokenStreams:
         self.pending[sequence.detokenizer].moved.append(StreamMoved(generation.request, generation.attempt, engine))
 
     def forget(self, detokenizer: DetokenizerId) -> None:
-        """The detokenizer is gone: messages not sent yet would mean nothing to the one that replaces it."""
+        """The detokenizer is gone: drops its unsent messages, which would mean nothing to the one that replaces it."""
         self.pending.pop(detokenizer, None)
 
     def flush(self) -> list[Output]:
@@ -235,8 +235,9 @@ class EngineOutbox:
         return outputs
 
     def refuse(self, generate: GenerateRequest, answer: RequestRejected | RequestFailed) -> None:
-        """The final answer to a request that was never accepted. What was accepted elsewhere, and has been seen by its
-        client, is not rejected but fails, so that it is tried again; its stream here is not."""
+        """The final answer to a request that was never accepted here. If another engine handed it over, it fails
+        instead of being rejected, so that it is tried again, and the detokenizer is told that no engine continues its
+        stream."""
         self.fence.close(answer.request, answer.attempt)
         if generate.handed is not None:
             self.disown(generate)
@@ -246,7 +247,7 @@ class EngineOutbox:
         self.send_to_gateway(generate.generation, answer)
 
     def disown(self, generate: GenerateRequest) -> None:
-        """Informs the detokenizer that no engine continues the stream that moved here, if one has."""
+        """Tells the detokenizer that no engine continues the stream that moved here, if one has."""
         if generate.handed is not None:
             self.streams.disown(generate.detokenizer, generate.generation.request, generate.generation.attempt)
 

@@ -232,8 +232,8 @@ class EngineRequests:
         self._outbox = outbox
 
     def receive(self, generate: GenerateRequest, now: float) -> None:
-        """Queues a request, or refuses it. One that comes late, behind its cancel or a newer attempt, is dropped; an
-        older attempt that is still held ends for it."""
+        """Queues a request, or refuses it. A request that arrives after its own cancel, or after a newer attempt, is
+        dropped. An older attempt that is still held ends in favour of the new one."""
         generation = generate.generation
         request, attempt = generation.request, generation.attempt
         held = self.held.get(request)
@@ -276,7 +276,7 @@ class EngineRequests:
             self.end(sequence, tell_detokenizer=False)
 
     def call_off(self, message: Cancel | StopMatched) -> bool:
-        """Ends the request where it is held, in this attempt or an older one; whether it was."""
+        """Ends the request if it is held, in this attempt or an older one. Returns whether it was."""
         sequence = self.held.get(message.request)
         if sequence is None or sequence.generation.attempt > message.attempt:
             return False
@@ -322,7 +322,7 @@ class EngineRequests:
             self._outbox.send_to_gateway(generation, failed)
 
     def record_grammars(self, outcomes: list[GrammarOutcome]) -> None:
-        """Sequences whose grammar is compiled wait for their turn; those whose grammar is not end."""
+        """Takes the workers' answers: sequences whose grammar was compiled join the queue, the others end."""
         for sequence, error, fault in outcomes:
             if error is None:
                 self._queues.finish_compiling(sequence)
@@ -330,8 +330,8 @@ class EngineRequests:
                 self._end_guided(sequence, error, fault)
 
     def record_failed(self, failed: SequenceFailed) -> None:
-        """The ranks cannot go on with the sequence: it ends, and what they drew for it is dropped. One that has ended
-        already is no error."""
+        """The ranks cannot go on with the sequence: it ends, and tokens that they drew for it are dropped. It is no
+        error if it has ended already."""
         sequence = self._queues.by_id.get(failed.sequence)
         if sequence is None:
             return
