@@ -13,10 +13,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Emu3Config, Emu3ForConditionalGeneration
+from transformers import AutoModelForCausalLM, Emu3Config, Emu3ForConditionalGeneration, PhimoeConfig
+from transformers.models.phimoe.modeling_phimoe import PhimoeRotaryEmbedding
 
 from services.worker.distributed.communicator import SingleStage
 from services.worker.models.config import ModelError
+from services.worker.models.fallback.adapters import keep_rotation
 from services.worker.models.fallback.library_config import leave_out_towers
 from services.worker.models.fallback.pipeline_stage import PassOfStage, class_of_stage, strip_to_stage
 from services.worker.models.sharding import PipelineStage
@@ -93,6 +95,20 @@ def test_a_long_sequence_turns_no_other_one(longest: int, tmp_path: Path) -> Non
     assert (alone == [each.output for each in sequences]) == (longest == 48)
     others = tiny_backend(tmp_path, ops="native", max_model_len=304 - longest)
     assert backend.kv.layout.model != others.kv.layout.model, "keys of one are none of the other"
+
+
+@pytest.mark.parametrize(("longest", "scale"), [(48, 1.5), (256, 2.0)])
+def test_a_long_sequence_scales_no_other_one(longest: int, scale: float) -> None:
+    """PhiMoE's cosines and sines are multiplied by one number in batches up to 48 tokens, and by another beyond."""
+    turns = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 48, "factor": 4.0}
+    turns |= {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "short_mscale": 1.5, "long_mscale": 2.0}
+    config = PhimoeConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=256, rope_parameters=turns)
+    rotary = PhimoeRotaryEmbedding(config)
+    keep_rotation(rotary, longest)
+    for positions in ([[0, 1, 2]], [[0, 1, 200]]):
+        cos, _ = rotary(torch.zeros(1), torch.tensor(positions))
+        assert cos[0, 0].tolist() == [scale] * 16
+    assert config.rope_parameters["short_mscale"] == 1.5
 
 
 def test_logits_agree_with_the_library(cohere: TinyModel, recorded: list[Tensor]) -> None:

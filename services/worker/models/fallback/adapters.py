@@ -7,6 +7,7 @@ heads: what the library builds for them counts positions in its batch, where our
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -61,15 +62,22 @@ def adapt(model: nn.Module, config: PretrainedConfig) -> None:
 
 
 def keep_rotation(model: nn.Module, max_model_len: int) -> None:
-    """Has LongRoPE's frequencies be those for a sequence of `max_model_len` tokens. The library chooses them by the
-    furthest position of its batch, where ours has sequences of every length, whose keys stay as they were rotated."""
+    """Has LongRoPE rotate as for a sequence of `max_model_len` tokens. The library chooses by the furthest position of
+    its batch, where ours has sequences of every length, whose keys stay as they were rotated: frequencies or, of those
+    that always take the same ones (PhiMoE), how much cosines and sines are multiplied by."""
     for module in model.modules():
         own: Any = module
-        # Some take frequencies of their own making, which are always the same.
-        if getattr(own, "rope_type", None) == "longrope" and not hasattr(own, "rope_init_fn"):
+        if getattr(own, "rope_type", None) != "longrope":
+            continue
+        if not hasattr(own, "rope_init_fn"):
             chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](own.config, own.inv_freq.device, seq_len=max_model_len)
             own.inv_freq.copy_(chosen)
-            own.rope_type = "kept"
+        elif "long_mscale" in (rope := own.config.rope_parameters):
+            own.config = copy.deepcopy(own.config)  # other parts say by theirs what model it is
+            long = max_model_len > rope["original_max_position_embeddings"]
+            scale = rope["long_mscale" if long else "short_mscale"]
+            own.config.rope_parameters |= {"long_mscale": scale, "short_mscale": scale}
+        own.rope_type = "kept"
 
 
 def _adapter_of(config: PretrainedConfig) -> _Adapter | None:
