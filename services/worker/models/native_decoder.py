@@ -108,7 +108,8 @@ class NativeDecoder:
         # The embedding is codes, or a bfloat16 or float32 table for the library; a float16 one is converted.
         numbers = weights.embedding if isinstance(weights.embedding, Tensor) else None
         self._embedding = None if numbers is None else numbers.to(ops.dtype).contiguous()
-        self._input_scale = config.embedding_scale if config.scales_inputs else None
+        scale = config.embedding_scale if config.scales_inputs else None
+        self._input_scale = None if scale is None or numbers is None else float(numbers.new_tensor(scale))
         # Which what is next points to.
         self._mixtures = [_mixture(config, layer) for layer in weights.layers]
         self._mixers = [_states(layer) for layer in weights.layers]
@@ -183,10 +184,10 @@ class NativeDecoder:
         if meta.inputs is not None:
             given_rows, values = meta.inputs.rows, meta.inputs.values
             levels = values.shape[1] // self._hidden - 1
-            values = values.float().contiguous()
-            if self._input_scale is not None:  # what joins behind layers is not multiplied
+            if self._input_scale is not None:  # in their own type, as by `InputRows.put_into`; what joins later is not
                 begun = values[:, : self._hidden] * self._input_scale
                 values = torch.cat((begun, values[:, self._hidden :]), dim=1)
+            values = values.float().contiguous()
             inputs = library.Inputs(len(given_rows), given_rows.data_ptr(), values.data_ptr(), levels)
             request.inputs = ctypes.pointer(inputs)
         if not self._kernels.library.baton_decoder_run(self._decoder, ctypes.byref(request)):

@@ -27,7 +27,7 @@ from services.worker.models.config import (
 )
 from services.worker.models.rope import PlainRope
 from services.worker.models.weights import KvCaches, MixtureMlp
-from services.worker.ops.interface import BatchMeta, StateRows
+from services.worker.ops.interface import BatchMeta, InputRows, StateRows
 from services.worker.ops.native.build import Level, runnable_levels
 from services.worker.ops.quantized import SCHEMES, Scheme
 from tests.support.worker.native_batches import Rows, meta_of, native, scattered_blocks
@@ -312,6 +312,35 @@ def test_one_call_equals_single_operations_bit_for_bit(
         assert torch.equal(fused.run(counts, first=1), single.run(counts, first=1))
     for mine, others in zip(fused.caches, single.caches, strict=True):
         assert all(torch.equal(*(half.view(torch.uint8) for half in pair)) for pair in zip(mine, others, strict=True))
+
+
+@pytest.mark.parametrize("scheme", [None, "int4", "w8a8_int8"])
+def test_some_rows_have_the_logits_that_they_have_among_all(scheme: Scheme | None) -> None:
+    """As where log-probabilities of a prompt are wanted beside the last row of another; of weights of few bits, too."""
+    steps = Steps(LLAMA, torch.bfloat16, LENGTHS, fused=True, scheme=scheme)
+    meta = meta_of([Rows(end - begin, end, steps.blocks[number]) for number, (begin, end) in STEPS[0].items()])
+    each = torch.arange(len(meta.positions), dtype=torch.int32)
+    every = steps._forward(STEPS[0], replace(meta, logits_rows=each))
+    assert every is not None
+    every, some = every.clone(), each[[0, 1, 7, 29, 30, 34, 40, 98]]
+    found = steps._forward(STEPS[0], replace(meta, logits_rows=some))
+    assert found is not None
+    assert torch.equal(found, every[some.long()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_given_begin_as_by_single_operations_bit_for_bit(dtype: torch.dtype) -> None:
+    """Multiplied in their own type, as Granite's are; what joins them behind the first layer is not."""
+    config = structs.replace(LLAMA, embedding_scale=11.3, scales_inputs=True, input_levels=1)
+    values = torch.sin(torch.arange(3 * 2 * config.hidden_size)).view(3, -1).to(dtype)
+    given, found = InputRows(torch.tensor([1, 5, 31], dtype=torch.int32), values), list[Tensor]()
+    for fused in (True, False):
+        steps = Steps(config, dtype, LENGTHS, fused=fused)
+        meta = meta_of([Rows(end - begin, end, steps.blocks[number]) for number, (begin, end) in STEPS[0].items()])
+        logits = steps._forward(STEPS[0], replace(meta, inputs=given))
+        assert logits is not None
+        found.append(logits.clone())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("level", runnable_levels())
