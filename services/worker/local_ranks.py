@@ -20,7 +20,7 @@ from shared.telemetry.logs import set_up_logs
 log = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 10.0
-"""For which the others may take to end, once one has ended."""
+"""That all others may take to end beyond `drain_timeout`, once one has ended."""
 
 
 def rank_flags(config: WorkerConfig, folder: Path) -> Iterator[list[str]]:
@@ -56,7 +56,8 @@ def run_local_ranks(config: WorkerConfig, argv: Sequence[str]) -> int:
         for flags in rank_flags(config, Path(folder)):
             ranks.append(subprocess.Popen([*command, *flags]))
         first, status = _first_end({rank.pid for rank in ranks})
-        log.info("a rank ended", extra={"pid": first, "status": status})
+        ended = config.rank + [rank.pid for rank in ranks].index(first)
+        log.log(logging.WARNING if status else logging.INFO, "a rank ended", extra={"rank": ended, "status": status})
         end_all([rank for rank in ranks if rank.pid != first], config.drain_timeout + GOODBYE_SECONDS)
     return status if status >= 0 else 128 - status
 

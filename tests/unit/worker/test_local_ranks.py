@@ -62,7 +62,7 @@ RANK = """
     import os, signal, sys, time
     if "--rank={failing}" in sys.argv:
         {failure}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, {handler})
     print("up", flush=True)
     time.sleep(600)
 """
@@ -72,27 +72,33 @@ PARENT = """
     from services.worker.config import WorkerConfig
     from shared.config import load_config
     sys.executable = {program!r}
-    argv = ["--engine=e-0", "--model=/model", "--local-ranks=2", "--world-size=2"]
+    local_ranks.GOODBYE_SECONDS = {seconds}
+    argv = ["--engine=e-0", "--model=/model", "--local-ranks=2", "--world-size=2", "--drain-timeout=0"]
     sys.exit(local_ranks.run_local_ranks(load_config("worker", WorkerConfig, argv, {{}}), argv))
 """
 
 
-def started(folder: Path, failing: int, failure: str) -> subprocess.Popen[str]:
-    """A container's process with two ranks, that are this program."""
+def started(folder: Path, failing: int, failure: str, *, deaf: bool = False) -> subprocess.Popen[str]:
+    """A container's process with two ranks, that are this program; `deaf`: they do not hear that they are to end."""
+    handler, seconds = ("signal.SIG_IGN", 0.5) if deaf else ("lambda *_: sys.exit(0)", DEADLINE)
     rank, program = folder / "rank.py", folder / "python"
-    rank.write_text(textwrap.dedent(RANK).format(failing=failing, failure=failure))
+    rank.write_text(textwrap.dedent(RANK).format(failing=failing, failure=failure, handler=handler))
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {rank} "$@"\n')
     program.chmod(0o755)
-    parent = textwrap.dedent(PARENT).format(program=str(program))
-    return subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
+    parent = textwrap.dedent(PARENT).format(program=str(program), seconds=seconds)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", parent], stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.parametrize(
-    ("failure", "status"), [("sys.exit(70)", 70), ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL)]
+    ("failure", "deaf", "status"),
+    [("sys.exit(70)", False, 70), ("os.kill(os.getpid(), signal.SIGKILL)", True, 128 + signal.SIGKILL)],
 )
-def test_where_one_rank_ends_all_end_with_its_status(tmp_path: Path, failure: str, status: int) -> None:
-    with started(tmp_path, 1, failure) as process:
+def test_where_one_rank_ends_all_end_with_its_status(tmp_path: Path, failure: str, deaf: bool, status: int) -> None:
+    with started(tmp_path, 1, failure, deaf=deaf) as process:
         assert process.wait(DEADLINE) == status
+        assert process.stderr is not None
+        assert '"event":"a rank ended","rank":1,' in process.stderr.read()
 
 
 def test_all_are_told_to_end_and_waited_for(tmp_path: Path) -> None:
