@@ -52,6 +52,9 @@ def chat_messages(system: str | list[dict[str, Any]] | None, turns: Sequence[Mes
             if text is not None and not (turn.clear_at == "next_user_message" and i < last_user):
                 given.append(text)
         else:
+            for name in ("clear_at", "output_config"):
+                if getattr(turn, name) not in (None, {}, "never"):
+                    raise invalid(f"messages[{i}].{name}", "only allowed in a turn of the role 'system'")
             messages += _messages(turn, f"messages[{i}]")
     if not messages:
         raise invalid("messages", "at least one that is no system prompt is needed")
@@ -61,7 +64,11 @@ def chat_messages(system: str | list[dict[str, Any]] | None, turns: Sequence[Mes
 def _system(given: str | list[dict[str, Any]], path: str) -> str:
     if isinstance(given, str):
         return given
-    texts = (plain_text(block, f"{path}[{i}]") for i, block in enumerate(given) if not _changes_tools(block))
+    return _system_text([(block, f"{path}[{i}]") for i, block in enumerate(given)])
+
+
+def _system_text(blocks: Blocks) -> str:
+    texts = (plain_text(block, where) for block, where in blocks)
     return "\n".join(text for text in texts if not text.startswith(BILLING))
 
 
@@ -73,7 +80,10 @@ def _system_turn(turn: MessageFields, path: str) -> str | None:
         raise unsupported(f"{path}.output_config", "an output_config of one turn")
     if turn.content and isinstance(turn.content, list) and all(map(_changes_tools, turn.content)):
         return None
-    return _system(turn.content, f"{path}.content")
+    if isinstance(turn.content, str):
+        return turn.content
+    named = [(block, f"{path}.content[{i}]") for i, block in enumerate(turn.content)]
+    return _system_text([(block, where) for block, where in named if not _changes_tools(block)])
 
 
 def _changes_tools(block: dict[str, Any]) -> bool:

@@ -19,56 +19,73 @@ from services.gateway.api.errors import abbreviated, check_depth, hosted_tool, i
 class _Offer(Struct):
     """A tool, and whether the model is shown it."""
 
-    name: Any
     function: dict[str, Any]
     shown: bool
+
+
+class _Offers:
+    """Owns the tools in the order in which they came, and finds them by their names: a body may name thousands."""
+
+    def __init__(self) -> None:
+        self._all: list[_Offer] = []
+        self._named: dict[str, list[_Offer]] = {}
+
+    def add(self, tool: dict[str, Any], path: str, *, instead: bool = False) -> None:
+        """One more tool; `instead` of those of its name. Raises RequestError 400."""
+        function, deferred, name = _tool(tool, path), tool.get("defer_loading"), tool.get("name")
+        if not isinstance(deferred, bool | None):
+            raise not_allowed(f"{path}.defer_loading", deferred, "true or false is")
+        offer = _Offer(function, not deferred)
+        if isinstance(name, str):  # what else it may be is refused with the chat's tools
+            if instead:
+                self.show(name, False)
+                self._named[name] = []
+            self._named.setdefault(name, []).append(offer)
+        self._all.append(offer)
+
+    def show(self, name: str, shown: bool) -> bool:
+        """Shows the tools of a name, or shows them no longer; False where there are none."""
+        found = self._named.get(name, [])
+        for each in found:
+            each.shown = shown
+        return bool(found)
+
+    def functions(self) -> list[dict[str, Any]]:
+        """Those that the model is shown."""
+        return [each.function for each in self._all if each.shown]
 
 
 def offered_functions(tools: list[dict[str, Any]], turns: Sequence[MessageFields]) -> list[dict[str, Any]]:
     """Returns the tools that the model is shown: those with `defer_loading` once a result refers to them or a block
     adds them, none that a later block has removed. `turns`: checked ones. Raises RequestError 400."""
-    offers = [_offer(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    offers = _Offers()
+    for i, tool in enumerate(tools):
+        offers.add(tool, f"tools[{i}]")
     for i, turn in enumerate(turns):
         if isinstance(turn.content, list):
             for j, block in enumerate(turn.content):
                 _change(offers, block, f"messages[{i}].content[{j}]")
-    return [each.function for each in offers if each.shown]
+    return offers.functions()
 
 
-def _offer(tool: dict[str, Any], path: str) -> _Offer:
-    function, deferred = _tool(tool, path), tool.get("defer_loading")
-    if not isinstance(deferred, bool | None):
-        raise not_allowed(f"{path}.defer_loading", deferred, "true or false is")
-    return _Offer(tool.get("name"), function, not deferred)
-
-
-def _change(offers: list[_Offer], block: dict[str, Any], where: str) -> None:
+def _change(offers: _Offers, block: dict[str, Any], where: str) -> None:
     kind, tool = block.get("type"), block.get("tool")
     if kind == "tool_result":
         for name in _referenced(block):
-            if not _show(offers, name, True):
+            if not offers.show(name, True):
                 raise not_allowed("messages", name, "tool_name of a tool_reference is the name of one of the tools")
     if kind not in TOOL_CHANGES:
         return
     match tool:
         case {"type": "tool_reference", "name": str(name)}:
-            if not _show(offers, name, kind == "tool_addition"):
+            if not offers.show(name, kind == "tool_addition"):
                 raise not_allowed(f"{where}.tool.name", name, "the name of one of the tools is")
         case {"type": "tool_definition", "definition": dict(definition)} if kind == "tool_addition":
-            added = _offer(definition, f"{where}.tool.definition")
-            offers[:] = [*(each for each in offers if each.name != added.name), added]
+            offers.add(definition, f"{where}.tool.definition", instead=True)
         case {"type": "mcp_tool_reference" | "mcp_toolset_reference" as other}:
             raise unsupported(f"{where}.tool.type", f"a tool of type {abbreviated(other)}, which a server would run,")
         case _:
             raise not_allowed(f"{where}.tool", tool, '{"type": "tool_reference", "name": "…"} is')
-
-
-def _show(offers: list[_Offer], name: str, shown: bool) -> bool:
-    """Shows the tools of a name, or shows them no longer; False where there are none."""
-    found = [each for each in offers if each.name == name]
-    for each in found:
-        each.shown = shown
-    return bool(found)
 
 
 def _referenced(result: dict[str, Any]) -> Iterator[str]:

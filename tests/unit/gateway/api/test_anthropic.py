@@ -166,6 +166,9 @@ def test_blocks_of_turns_add_tools_and_remove_them() -> None:
     assert shown(("tool_addition", find)) == ["weather", "find"]
     assert shown(("tool_addition", find), ("tool_removal", weather)) == ["find"]
     assert shown(("tool_addition", inline), ("tool_removal", find)) == ["weather", "new"]
+    hidden = {"type": "tool_definition", "definition": WEATHER | {"defer_loading": True}}
+    assert shown(("tool_addition", inline), ("tool_addition", hidden)) == ["new"], "in place of the one of its name"
+    assert shown(("tool_addition", hidden), ("tool_addition", weather)) == ["weather"], "and not twice"
     for kind, tool, said in (
         ("tool_removal", find | {"name": "x"}, r"messages\[1\].content\[0\].tool.name: 'x' is not allowed"),
         ("tool_removal", inline, "tool_reference"),
@@ -192,11 +195,13 @@ def test_a_system_turn_may_be_for_one_turn_of_the_users() -> None:
         ({"messages": []}, "messages", "at least one"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages", "no system prompt"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "goes into system"),
+        ({"system": [{"type": "tool_removal"}]}, "system[0].type", "a block of type 'tool_removal'"),
         *(
             ({"messages": [{"role": "system", "content": "x"} | more]}, f"messages[0].{name}", said)
             for name, more, said in (
                 ("clear_at", {"clear_at": "now"}, "next_user_message"),
                 ("output_config", {"output_config": {"effort": "low"}}, "of one turn"),
+                ("clear_at", {"role": "user", "clear_at": "next_user_message"}, "only allowed in a turn of the role"),
             )
         ),
         *(
