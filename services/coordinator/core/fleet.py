@@ -167,8 +167,8 @@ class EngineFleet:
         self._reservations.forget(InstanceId(engine))
 
     def accuse(self, engine: EngineId, at: Moment) -> bool:
-        """Ejects an engine on which requests fail, until it says so itself. False where that is of no use: it is a
-        suspect already, is not ready, or is of a release that does not know of it."""
+        """Ejects an engine on which requests fail, until it reports that itself. Returns False if that would have no
+        effect: it is a suspect already, is not ready, or is of a release that does not know of it."""
         load = self._engines.get(InstanceId(engine))
         if load is None or load.phase != "ready" or load.report.health is None or load.report.suspect:
             return False
@@ -179,9 +179,9 @@ class EngineFleet:
         return True
 
     def doubt(self, engine: EngineId, placed: float, at: Moment) -> bool:
-        """A request comes again that was placed there at `placed`. Where nothing was heard of the engine since, and for
-        longer than whoever fails a request takes to say so, it gets no requests until its next report: in a large fleet
-        that is due only seconds later, and the end of its silence counts for more of them. Whether it is so."""
+        """A request comes again that was placed on the engine at `placed`. If nothing was heard of the engine since
+        then, for longer than a gateway needs to report a failed request, it gets no requests until its next report: in
+        a large fleet that is due only seconds later, and it may be dead. Returns whether it is so."""
         load, instance = self._engines.get(InstanceId(engine)), InstanceId(engine)
         heard = self._heard.get(instance, math.inf)
         if load is None or heard > placed or at.now - placed < UNHEARD_SECONDS or instance in self._unheard:
@@ -257,22 +257,22 @@ class EngineFleet:
 
     @property
     def slowdowns(self) -> Mapping[InstanceId, Slowdown]:
-        """Those of the engines that are slower or quicker than the median one of their model."""
+        """The slowdowns of those engines that are slower or faster than the median engine of their model."""
         return self._slowdowns.unlike
 
     def keeps(self, kept: KeptPrompt) -> bool:
-        """Whether there is the engine, on the node, that a client names as that which keeps its prompt."""
+        """Whether the engine and node exist that a client names as those which keep its prompt."""
         load = self._engines.get(InstanceId(kept.engine))
         return load is not None and load.report.node == kept.node
 
     def suspicion_of(self, engine: InstanceId) -> str | None:
-        """Why an engine is taken to fail, for people; None where it is not."""
+        """Why an engine is suspected of failing, for people; None if it is not."""
         load = self._engines.get(engine)
         health = None if load is None else self._health_of(load)
         return None if health is None else health.suspect
 
     def _health_of(self, engine: EngineLoad) -> EngineHealth | None:
-        """As it says itself, unless this coordinator has seen worse since."""
+        """The engine's health as it reports it, unless this coordinator has seen worse since."""
         if engine.instance in self._accused:
             return ACCUSED
         return UNHEARD if engine.instance in self._unheard else engine.report.health
@@ -288,14 +288,14 @@ class EngineFleet:
         ]
 
     def missing(self, model: ModelName) -> str | None:
-        """What a request for `model` cannot do without and is not ready, for people; None where all is there."""
+        """Which services a request for `model` needs that are not ready, for people; None if all are ready."""
         if not self._ready_names(model):
             return f"no engine for the model {model!r} is ready"
         return None if self._of_model(model) else "no detokenizer is ready"
 
     def has_room(self, model: ModelName, *, fair: bool) -> bool:
-        """Whether some engine of `model` takes one more, that is `fair` (of an API key, and competes with those of
-        others) or not; a quick no for a long queue."""
+        """Whether some engine of `model` takes one more request, which is `fair` (of an API key, so that it competes
+        with those of others) or not. Answers fast if the queue is long and there is no room."""
         return bool(self._of_model(model)) and len(self._pool(_PoolKey(model, "decode", fair))) > 0
 
     def decode_candidates(self, generation: Generation) -> EnginePool:
@@ -436,7 +436,7 @@ class EngineFleet:
             self._clear_engine_caches()
 
     def _end_accusation(self, life: Lifecycle, at: Moment) -> None:
-        """Its own word counts again, once it calls itself a suspect or has not done so for long."""
+        """The engine's own report counts again, once it calls itself a suspect or has not done so for long."""
         until = self._accused.get(life.instance)
         suspect = life.engine is not None and life.engine.suspect is not None
         if until is not None and (suspect or at.now >= until):

@@ -77,7 +77,8 @@ class PrefixMap:
         return 1 << (self._bits - 1)
 
     def retire(self, bit: int) -> None:
-        """The source is gone. Its bit stays in the blocks until `tidy` gets there; do not ask for it any more."""
+        """The source is gone. Its bit stays in the blocks until `tidy` removes it; until then do not ask for this
+        source."""
         if bit & self._used:
             self._retired |= bit
         else:

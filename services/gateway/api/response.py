@@ -173,9 +173,9 @@ class ChoiceState:
 
 
 def usage(choices: list[ChoiceState], completion_tokens: int | None = None) -> dict[str, Any]:
-    """Returns OpenAI's `usage`; `completion_tokens`: others than all so far. A prompt that several choices continue
-    counts once; its cached tokens are those that none of them had to compute, as later choices find in the cache what
-    the first one computed."""
+    """Returns OpenAI's `usage`; `completion_tokens`: if others than all so far. A prompt that several choices continue
+    counts once; its cached tokens are those that no choice had to compute, as later choices find in the cache what the
+    first one computed."""
     prompt = prompt_tokens(choices)
     completion = sum(choice.tokens for choice in choices) if completion_tokens is None else completion_tokens
     counts = {
@@ -283,7 +283,7 @@ class GenerationResponse:
         self._vector_bytes = 0
 
     async def kv_transfer_params(self) -> dict[str, Any] | None:
-        """Waits until it is known what is kept of the prompt, for KEPT_TIMEOUT at most."""
+        """Waits, for KEPT_TIMEOUT at most, until it is known what an engine keeps of the prompt."""
         done, _ = await asyncio.wait([self.kept], timeout=KEPT_TIMEOUT)
         return kv_transfer_params(self.kept.result() if done else None)
 
@@ -324,7 +324,7 @@ class GenerationResponse:
         self._deliver(choice, delta, now)
 
     def restore(self, choice: ChoiceState, delta: Delta, now: float) -> None:
-        """Takes output that was generated before this response was opened: it is in no figures."""
+        """Takes output that was generated before this response was opened. It counts in no metric."""
         if choice.only_echo:
             delta = without_output(delta)
         choice.tokens += len(delta.tokens)

@@ -112,7 +112,7 @@ class SseFrames:
         return b',"usage":%b}\n\n' % encode(usage([choice], tokens)) if self._continuous else self._end
 
     def pass_over(self, choice: ChoiceState, delta: Delta) -> None:
-        """Counts output as sent that the client has from another connection."""
+        """Counts as sent the output that the client already has from another connection."""
         if not choice.started:
             choice.started, choice.text_offset = True, len(choice.echo)
             choice.echo_first_token = choice.prompt_ids = None
@@ -224,9 +224,9 @@ class EventWriter(ResponseWriter):
 class StreamWriter(EventWriter):
     """Writes the stream of a chat or a completion, as OpenAI's API has it.
 
-    As vLLM's, it has an event for a token that makes no text yet: when a request's first token came, and how long the
-    others took, is what clients measure by events. Of a chat that is parsed the first token has one, the role.
-    """
+    As in vLLM, a token that makes no text yet gets an event, too, because clients measure the time to the first token
+    and between tokens by events. In a chat whose output is parsed only the first token is sure to have one: the
+    role."""
 
     each_token = True
     with_ids = False

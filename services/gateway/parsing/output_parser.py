@@ -84,7 +84,8 @@ class OutputParser:
         return self._events.drain()
 
     def _count_reasoning(self) -> None:
-        """A token is reasoning if its text is; where one step brought both, by the share of characters."""
+        """Counts a token as reasoning if its text is reasoning; if one step brought both kinds, divides its tokens by
+        the share of characters."""
         reasoning, others = self._events.take_characters()
         if reasoning or others:
             self.reasoning_tokens += round(self._tokens * reasoning / (reasoning + others))

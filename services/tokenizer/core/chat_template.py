@@ -173,7 +173,7 @@ class ChatTemplate:
         return self._template.render(messages=[_with_json_arguments(message) for message in chat], **variables)
 
     def _mark_final(self, chat: list[Message]) -> str:
-        """Appends the mark to the last message's text, and answers with that text."""
+        """Appends the mark to the last message's text, and returns that text."""
         final = chat[-1].get("content")
         if final is None or "content" not in self._source:
             raise PromptRefused("messages", "continue_final_message: the last message has no content to continue")

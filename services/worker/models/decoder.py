@@ -71,7 +71,8 @@ class Decoder:
         self._compute_by(ops)
 
     def _compute_by(self, ops: Ops) -> None:
-        """Whoever overrides a part of the pass is not computed by the C++ library's, which is one call."""
+        """Has `ops` compute. A subclass that overrides a part of the pass does without the C++ library's, which is one
+        call."""
         self._ops, config = ops, self._config
         self._latent: LatentAttention | None = None
         if config.latent is not None:
@@ -97,23 +98,23 @@ class Decoder:
 
     @property
     def fastest_pass(self) -> ForwardPass:
-        """`forward` without a detour: the C++ library's own pass where there is one that knows all steps."""
+        """The C++ library's own pass, if there is one that can compute every step; else `forward`."""
         return self.forward if self._native is None or self._config.states is not None else self._native.forward
 
     @property
     def capturable(self) -> bool:
-        """Where attention is not latent, as what computes that asks the device how long contexts are; and where no
-        experts have no gates, which are multiplied one after the other."""
+        """Whether graphs can capture the pass: attention is not latent, as computing that asks the device how long
+        contexts are; and all experts have gates, as experts without are multiplied one after the other."""
         return self._latent is None and not (self._config.activation == "relu2" and self._config.mixture is not None)
 
     @property
     def native(self) -> NativeDecoder | None:
-        """The whole pass in one call of the C++ library, where a rank that computes alone has it."""
+        """The whole pass as one call of the C++ library, if that has one for this rank, which computes alone."""
         return self._native
 
     def on(self, ops: Ops) -> Decoder:
-        """The same model with the same weights on other operations, which can do with them as they are packed, and the
-        same groups of layers."""
+        """The same model with the same weights and groups of layers, on other operations. These must be able to use the
+        weights as they are packed."""
         decoder = copy(self)
         decoder._compute_by(ops)
         return decoder
@@ -171,8 +172,8 @@ class Decoder:
 
     @property
     def parts_of_token(self) -> tuple[int, int] | None:
-        """Elements of the two parts that a layer's cache has of a token, of which nothing is any head's; None: these
-        are keys and values of heads."""
+        """Elements of the two parts that a layer's cache has of a token, if they belong to no head; None: they are keys
+        and values of heads."""
         latent = self._config.latent
         return None if latent is None else (latent.kv_rank, latent.beside_dim)
 
@@ -235,7 +236,7 @@ class Decoder:
         return checkpoint_pages(*how, self._blocks_digest(model), self._layers_behind)
 
     def _blocks_digest(self, model: str) -> str:
-        """What tells blocks of these layers, and of those behind them, from others."""
+        """A digest that distinguishes blocks of these layers, and of the layers after them, from blocks of others."""
         return model
 
     @property

@@ -37,7 +37,7 @@ _CHANGES = LOGITS_FEATURES | Feature.RANDOM
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What rows drew, where their logits are or on its way to the host."""
+    """What was drawn for each row; on the device of the logits, or on its way to the host."""
 
     tokens: Tensor
     """[R] int64 the sampled token of each row."""
@@ -68,7 +68,7 @@ class SupportsFindLikeliest(Protocol):
 
 
 def find_likeliest_of(ops: object) -> FindLikeliest | None:
-    """The kernel that `ops` find the likeliest tokens by; None: they have none."""
+    """The kernel by which `ops` find the likeliest tokens; None if they have none."""
     return ops.find_likeliest if isinstance(ops, SupportsFindLikeliest) else None
 
 

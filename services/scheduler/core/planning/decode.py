@@ -21,12 +21,12 @@ from shared.packing import pack
 
 
 class Preemption:
-    """Owns the count of sequences that lost their blocks to others. When memory runs out under a decoding sequence, it
-    is taken from the last one in the queues, which goes on later.
+    """Owns the count of sequences that lost their blocks to others. When memory runs out for a decoding sequence, it
+    takes the blocks of the last sequence in the queues, which continues later.
 
-    What it loses is swapped out to the node's KV store, most of it before: full blocks are saved as they are computed.
-    Those that are not there yet are saved at once, and are the last to be overwritten. When its turn comes again it
-    loads them, where that takes less than computing them (`Loads.decide`)."""
+    The KV cache of a preempted sequence is swapped out to the node's KV store, most of it in advance: full blocks are
+    saved as they are computed. Blocks that are not there yet are saved at once, and are the last to be overwritten.
+    When its turn comes again it loads them, if that takes less time than computing them (`Loads.decide`)."""
 
     def __init__(self, memory: BlockAllocator, queues: SequenceQueues, saves: Saves) -> None:
         self.count = 0
@@ -62,12 +62,11 @@ class Preemption:
 
 
 class MicroBatches:
-    """Owns the count of plans, and of each sequence the one that draws its latest token.
+    """Owns the count of plans, and for each sequence the plan that draws its latest token.
 
     An engine of p stages computes p plans at a time. A sequence whose token is drawn by one of them can be in none of
-    the p - 1 behind it: the first stage would wait for the last one, and all others for them. So each plan holds one
-    p-th of those that decode, and a sequence comes in every p-th plan at the most.
-    """
+    the p - 1 plans after it: the first stage would wait for the last one, and all others for them. So each plan holds
+    one p-th of the sequences that decode, and a sequence is in every p-th plan at most."""
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
@@ -78,7 +77,7 @@ class MicroBatches:
         return [sequence for sequence in decoding if self._may_continue(sequence)][: self._share(len(decoding))]
 
     def _share(self, decoding: int) -> int:
-        """How many of the `decoding` sequences the next plan holds: of p plans in a row each has an equal part."""
+        """How many of the `decoding` sequences the next plan holds: any p plans in a row have equal parts."""
         turn = self._plan % self._stages
         part = (turn + 1) * decoding // self._stages - turn * decoding // self._stages
         return max(1, part)
@@ -114,8 +113,8 @@ class DecodePlanner:
         self._micro_batches = micro_batches
 
     def plan(self, step: StepBuilder, members: list[Sequence] | None = None) -> None:
-        """Adds a token of each sequence, or only of `members`. Called first of all, so that no stream stalls behind a
-        long prompt."""
+        """Adds a token of each sequence, or only of `members`. It is called before all other parts of the step, so that
+        no stream stalls behind a long prompt."""
         work = step.work
         if members is None:
             members = self._queues.decoding.copy()  # preemption changes the queue
@@ -143,8 +142,8 @@ class DecodePlanner:
         step.samples = len(work)
 
     def _extra(self, sequence: Sequence, step: StepBuilder) -> int:
-        """How many drafts its next step may hold. They take no block that a running sequence needs for certain, and
-        nothing beyond the limit: until results say less, all that is in flight counts as accepted."""
+        """How many drafts the sequence's next step may hold. They take no block that a running sequence is sure to
+        need, and never exceed the limit: until results say otherwise, everything in flight counts as accepted."""
         tokens = sequence.tokens
         room = step.drafts // self._speculation.rows_per_draft(sequence)
         wanted = min(self._speculation.drafts_for(sequence), tokens.limit - tokens.length - 1, room)

@@ -38,8 +38,8 @@ class PrefillPlanner:
         return not sequence.whole and 0 < self.long_threshold < sequence.tokens.length - sequence.tokens.planned
 
     def reserve(self, step: StepBuilder) -> int:
-        """Takes from the budget what is kept for long prompts under way, so that short ones never stop them. Returns
-        it, to be given back before `plan_long`."""
+        """Takes the tokens out of the budget that are reserved for long prompts under way, so that short ones never
+        stop them. Returns how many, to be given back before `plan_long`."""
         if not self.long_threshold or not any(map(self.is_long, self._queues.prefilling)):
             return 0
         reserved = min(self.long_threshold, (step.budget + 1) // 2)
@@ -47,8 +47,9 @@ class PrefillPlanner:
         return reserved
 
     def plan(self, step: StepBuilder) -> None:
-        """Adds the rest of chunked prompts, but of long ones. One that finds no block free waits for decodes to end:
-        what prefills under way still need fits by itself, since none was admitted without counting it (`Admission`)."""
+        """Adds the rest of chunked prompts, except long ones. A prompt that finds no block free waits until decodes
+        end: all prefills under way fit into memory together, because each was admitted only after counting the others
+        (`Admission`)."""
         for sequence in self._queues.prefilling.copy():  # a sequence whose prompt is complete decodes from now on
             if not self.is_long(sequence):
                 self.prefill(sequence, step)
@@ -147,8 +148,9 @@ class Admission:
         self._counters = counters
 
     def admit(self, step: StepBuilder, now: float) -> None:
-        """Lets sequences enter until one has to go on waiting; all behind it wait, too. Behind one that waits for a
-        slot of its adapter only those enter that need none: so it gets the next one, and holds up no others."""
+        """Admits sequences until one has to wait; all behind that one wait, too. Behind a sequence that waits for a
+        slot of its adapter, only sequences that need no slot are admitted: so it gets the next slot, and delays no
+        others."""
         queues, place, slotless = self._queues, 0, False
         while place < len(queues.waiting):
             first = queues.waiting[place]
@@ -203,7 +205,7 @@ class Admission:
         return True
 
     def _load(self, sequence: Sequence, cached: list[int], step: StepBuilder, now: float) -> None:
-        """Has its blocks loaded, and computes behind them at once where that pays."""
+        """Has the sequence's blocks loaded, and computes the tokens after them at once if that pays."""
         embeds = sequence.generation.prompt_embeds
         uncut = embeds is not None and bool(embeds.mutual)  # what is behind the load may begin within an image
         short = step.fits_new(sequence) and not self._prefills.is_long(sequence) and not uncut
