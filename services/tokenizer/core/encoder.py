@@ -103,7 +103,7 @@ class PromptEncoder:
         self._vocabulary.forget_words()
 
     def brings_template(self, prompt: Prompt) -> bool:
-        """Whether the prompt is a chat with a template of the client's own, which has to be rendered in the sandbox
+        """Whether the prompt is a chat with a template of the client's own, which a process of its own has to render
         first."""
         return (
             isinstance(prompt, ChatPrompt)
