@@ -165,12 +165,12 @@ class HttpClient:
         self._idle: deque[_Connection] = deque()
 
     async def post(self, path: str, body: bytes, on_data: OnData, timeout: float) -> int:
-        """Posts JSON and hands the response's body to `on_data`. Raises HttpError."""
+        """Posts JSON and hands the response's body to `on_data`. Raises HttpClientError."""
         header = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return await self._request(self._head("POST", path, header) + body, on_data, timeout)
 
     async def call(self, method: str, path: str, body: bytes | None = None, timeout: float = 30.0) -> Response:
-        """A request whose response is read whole. Raises HttpError."""
+        """A request whose response is read whole. Raises HttpClientError."""
         parts: list[bytes] = []
         held = 0
 

@@ -23,7 +23,7 @@ class TurnsShape(NamedTuple):
     user_len: int
     output_len: int
     ratio: float
-    """How far lengths vary, as in `random_lengths`."""
+    """How far lengths vary, see `drawn_length`."""
     pause: float
     """Mean seconds between an answer and the next question."""
 

@@ -93,7 +93,7 @@ def generate(
     embeds: PromptEmbeds | None = None,
     **stopping: object,
 ) -> GenerateRequest:
-    """A request as the coordinator sends it; `stopping` are fields of StopParams."""
+    """A request as the coordinator sends it; `stopping` are fields of StopConditions."""
     tokens = pack([*prompt, *resume])
     generation = Generation(
         request=RequestId(request),

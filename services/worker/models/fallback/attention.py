@@ -288,7 +288,7 @@ def _attend(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """The library's signature: query [1, H, n, D], key and value [1, KV, n, …] → ([1, n, H, …], no weights).
-    `position_bias` [H, distances]: ours (`relative_positions`); the library's own has a number for each two rows."""
+    `position_bias` [H, distances]: ours (`_biases_of_distances`); the library's own has a number for each two rows."""
     cross = getattr(module, CROSS, False)
     if not cross and (is_causal is False or getattr(module, "is_causal", True) is False):
         raise ModelError(f"{type(module).__name__} is not causal: only decoders can be served")

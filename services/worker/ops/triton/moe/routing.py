@@ -245,7 +245,8 @@ def tile_rows(picks: int, experts: int) -> int:
 
 @cache
 def expert_tile(rows: int, itemsize: int, generation: int, *, gated: bool) -> ExpertTile:
-    """The tile of at most `rows` rows. `gated`: two matrices, gates and ups. `generation`: see `attention_tiles`."""
+    """The tile of at most `rows` rows. `gated`: two matrices, gates and ups. `generation`: the GPU's major compute
+    capability."""
     hopper = generation >= HOPPER
     if itemsize == 1:
         tile = expert_tile(rows, 2, generation, gated=gated)
