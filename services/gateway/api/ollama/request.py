@@ -155,7 +155,7 @@ def read_ollama_generate(
     ):
         if getattr(fields, name):
             raise unsupported(name, what)
-    if not fields.prompt:
+    if not (fields.prompt or fields.suffix):
         return _loaded(fields, card)
     if not (fields.raw or fields.suffix):
         system = [{"role": "system", "content": fields.system}] if fields.system else []

@@ -16,7 +16,7 @@ from services.gateway.parsing.output_dialect import OutputDialect
 from services.gateway.parsing.output_parser import ParserOptions
 from shared.ids import ModelName
 from shared.messages.model_card import ModelCard
-from shared.messages.tokenizer import ChatPrompt, TextPrompt
+from shared.messages.tokenizer import ChatPrompt, InfillPrompt, TextPrompt
 from tests.support.gateway.tool_calls import Call, written
 
 CARD = ModelCard(
@@ -100,6 +100,7 @@ def test_an_alias_may_have_it_too() -> None:
 
 def test_without_a_prompt_a_model_is_only_to_be_there() -> None:
     assert chat(messages=[]) == ModelNameOnly(ModelName("demo")) == generate(prompt="", keep_alive="5m")
+    assert generate(prompt="", suffix="behind").prompts == (InfillPrompt("", "behind"),), "a gap at a text's beginning"
     with pytest.raises(RequestError, match="keep_alive: unloading"):
         chat(messages=[], keep_alive=0)
 
