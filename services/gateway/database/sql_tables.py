@@ -227,9 +227,11 @@ class SqlTables:
         return list(connection.execute(select(position).where(*self._of(kind, id)).order_by(position)).scalars())
 
     def expired(self, connection: Connection, now: float, limit: int) -> list[tuple[str, str]]:
-        """Kinds and ids of those that have."""
+        """Kinds and ids of those that have, but for those that another transaction has locked: it removes them itself,
+        perhaps in another order, so that each would wait for the other."""
         columns = self._records.c
         found = select(columns.kind, columns.id, columns.size).where(columns.expires <= now)
+        found = found.with_for_update(skip_locked=True)  # nothing in SQLite, which has one lock
         names, removed = list[tuple[str, str]](), 0
         for kind, id, size in connection.execute(found.limit(limit)):
             removed += size

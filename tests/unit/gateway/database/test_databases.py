@@ -279,6 +279,20 @@ async def test_the_event_loop_runs_while_sqlite_waits_for_a_lock(tmp_path: Path)
     await database.close()
 
 
+async def test_gateways_that_remove_the_same_in_other_orders_do_not_lock_each_other_out(
+    url_of: Callable[[str], str], kind: str
+) -> None:
+    gateways = [open_database(url_of("postgresql")) for _ in range(2)]
+    for _ in range(3):
+        old = [record(kind, f"{i}", i, expires=1000.0 - i) for i in range(100)]
+        await asyncio.gather(*(gateway.insert(each) for gateway, each in zip(gateways * 50, old, strict=True)))
+        oldest = gateways[0].delete_oldest(kind, "alice", RecordLimits(0))
+        await asyncio.gather(oldest, *(each.delete_expired(2000.0) for each in gateways))
+        assert await gateways[0].usage(kind, "alice") == (0, 0)
+    for gateway in gateways:
+        await gateway.close()
+
+
 @pytest.mark.parametrize("name", KINDS)
 async def test_what_several_gateways_remove_and_add_at_once_ends_at_the_limits(
     name: str, url_of: Callable[[str], str], kind: str, monkeypatch: pytest.MonkeyPatch
