@@ -160,7 +160,8 @@ class _RawTaps(Struct):
 
 class _RawLlava(Struct):
     text_config: dict[str, Any]
-    vision_config: _RawTaps | None = None
+    vision_config: Any = None
+    """What is read of it is of one model alone; others may say anything."""
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] | None = None
@@ -198,7 +199,7 @@ def language_model(text: bytes, architecture: str, has_head: HasHead = without_t
     if architecture == GRANITE4_VISION:
         given["level_layers"] = whole.level_layers
     if architecture == GRANITE_DOCLING:
-        given["input_levels"] = (whole.vision_config or _RawTaps()).input_levels
+        given["input_levels"] = msgspec.convert(whole.vision_config or {}, _RawTaps).input_levels
     own = {**LANGUAGE_MODEL_DEFAULTS.get(kind, {}), **given, **without_ties(whole.text_config)}
     return msgspec.json.encode({**own, "architectures": [known[kind]]})
 

@@ -392,7 +392,7 @@ def test_granite_docling_is_a_granite_whose_first_layers_read_parts_of_images(tm
         "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
         "use_resampler": False,
     }
-    tower = {"model_type": "idefics3_vision", "max_image_size": {"longest_edge": 512}, "use_base_siglip": False}
+    tower = {"model_type": "idefics3_vision", "use_base_siglip": False, "deepstack_visual_indexes": False}
     older = {"architectures": ["Idefics3ForConditionalGeneration"], "text_config": text, "vision_config": tower}
     assert read(tmp_path, older).input_levels == 0
     assert is_native(tmp_path)
