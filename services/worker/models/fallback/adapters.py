@@ -63,21 +63,20 @@ def adapt(model: nn.Module, config: PretrainedConfig) -> None:
 
 def keep_rotation(model: nn.Module, max_model_len: int) -> None:
     """Has LongRoPE rotate as for a sequence of `max_model_len` tokens. The library chooses by the furthest position of
-    its batch, where ours has sequences of every length, whose keys stay as they were rotated: frequencies or, of those
-    that always take the same ones (PhiMoE), how much cosines and sines are multiplied by."""
+    its batch, where ours has sequences of every length, whose keys stay as they were rotated: frequencies and, of
+    PhiMoE, which always takes the same ones, what cosines and sines are multiplied by."""
     for module in model.modules():
         own: Any = module
         if getattr(own, "rope_type", None) != "longrope":
             continue
-        if not hasattr(own, "rope_init_fn"):
-            chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](own.config, own.inv_freq.device, seq_len=max_model_len)
-            own.inv_freq.copy_(chosen)
-        elif "long_mscale" in (rope := own.config.rope_parameters):
+        chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](own.config, own.inv_freq.device, seq_len=max_model_len)
+        own.inv_freq.copy_(chosen)
+        own.rope_type = "kept"
+        if "long_mscale" in (rope := own.config.rope_parameters):
             own.config = copy.deepcopy(own.config)  # other parts say by theirs what model it is
             long = max_model_len > rope["original_max_position_embeddings"]
             scale = rope["long_mscale" if long else "short_mscale"]
             own.config.rope_parameters |= {"long_mscale": scale, "short_mscale": scale}
-        own.rope_type = "kept"
 
 
 def _adapter_of(config: PretrainedConfig) -> _Adapter | None:
