@@ -101,7 +101,7 @@ class AccessControl:
         origin = call.headers.get(b"origin", b"").decode("latin-1")
         own = origin.partition("://")[2] == call.headers.get(b"host", b"").decode("latin-1")
         if origin and not own and not {"*", origin} & set(self._origins):
-            raise RequestError(403, f"web pages of {abbreviated(origin)} may not do this (--cors-origins)")
+            raise RequestError(403, f"web pages of {abbreviated(origin)} may not do this (gateway.cors_origins)")
         self._check_name(call, origin)
         if self._reachable and not self._keys.required:
             text = "this needs API keys (--api-key, --keys-file), as other machines can reach the port"
@@ -116,7 +116,7 @@ class AccessControl:
             text = (
                 f"host: {abbreviated(host)} is no address and not localhost; this needs API keys (--api-key), or that"
             )
-            raise RequestError(403, f"{text} web pages of that name are allowed (--cors-origins)")
+            raise RequestError(403, f"{text} web pages of that name are allowed (gateway.cors_origins)")
 
     def _key_of(self, call: Call) -> ApiKey | None:
         if (name := call.scope["extensions"].get(KEY_EXTENSION)) is not None:
