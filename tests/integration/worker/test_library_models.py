@@ -108,7 +108,7 @@ def test_a_long_sequence_scales_no_other_one(longest: int, scale: float) -> None
     for positions in ([[0, 1, 2]], [[0, 1, 200]]):
         cos, _ = rotary(torch.zeros(1), torch.tensor(positions))
         assert cos[0, 0].tolist() == [scale] * 16
-    assert config.rope_parameters["short_mscale"] == 1.5
+    assert config.to_dict()["rope_parameters"]["short_mscale"] == 1.5, "others read what it was"
 
 
 def test_logits_agree_with_the_library(cohere: TinyModel, recorded: list[Tensor]) -> None:
