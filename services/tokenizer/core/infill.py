@@ -34,9 +34,9 @@ class Infill:
         """`template`: in place of what the vocabulary shows, with {prefix} and {suffix}, each once."""
         known = template or next((each for each in TEMPLATES if _has_all(vocabulary, each)), None)
         self._pieces = None if known is None else FIELD.split(known)
-        marks = [mark for each in TEMPLATES for mark in _marks(each)]
-        self.stop_token_ids = tuple(vocabulary.named([*ENDS, *marks]))
-        """Tokens that end an answer."""
+        marks = {mark for each in (*TEMPLATES, known or "") for mark in _marks(each)}
+        self.stop_token_ids = tuple(token for token in vocabulary.named({*ENDS, *marks}) if token < vocabulary.size)
+        """Tokens that end an answer, as far as the model can write them."""
 
     def text(self, prompt: InfillPrompt) -> str:
         """The prompt that the model reads. Raises PromptRefused where it has no tokens for that."""

@@ -73,13 +73,13 @@ def test_stops_of_the_client_stay_and_ignore_eos_adds_none(tmp_path: Path) -> No
 
 
 def test_a_template_of_the_operators_goes_before_the_vocabulary(tmp_path: Path) -> None:
-    made, tokenizer = encoder(
-        tmp_path, ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"], "<fim_suffix>{suffix}<fim_prefix>{prefix}"
-    )
-    text = f"<fim_suffix>{GAP.suffix}<fim_prefix>{GAP.prefix}"
+    marks = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<gap>"]
+    made, tokenizer = encoder(tmp_path, marks, "<fim_suffix>{suffix}<fim_prefix>{prefix}<gap>")
+    text = f"<fim_suffix>{GAP.suffix}<fim_prefix>{GAP.prefix}<gap>"
     assert unpack(route(made).generation.tokens) == tokenizer.encode(text).ids
+    assert route(made).generation.stopping.stop_token_ids == tuple(sorted(map(tokenizer.token_to_id, marks)))
     braces = InfillPrompt("{suffix}", "{prefix}{}")
-    text = "<fim_suffix>{prefix}{}<fim_prefix>{suffix}"
+    text = "<fim_suffix>{prefix}{}<fim_prefix>{suffix}<gap>"
     assert unpack(route(made, braces).generation.tokens) == tokenizer.encode(text).ids
 
 
