@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,7 +65,7 @@ RANK = """
     if "--rank={failing}" in sys.argv:
         {failure}
     signal.signal(signal.SIGTERM, {handler})
-    print("up", flush=True)
+    os.write(1, b"up\\n")  # at once: two ranks write
     time.sleep(600)
 """
 PARENT = """
@@ -78,7 +80,8 @@ PARENT = """
 """
 
 
-def started(folder: Path, failing: int, failure: str, *, deaf: bool = False) -> subprocess.Popen[str]:
+@contextmanager
+def started(folder: Path, failing: int, failure: str, *, deaf: bool = False) -> Iterator[subprocess.Popen[str]]:
     """A container's process with two ranks, that are this program; `deaf`: they do not hear that they are to end."""
     handler, seconds = ("signal.SIG_IGN", 0.5) if deaf else ("lambda *_: sys.exit(0)", DEADLINE)
     rank, program = folder / "rank.py", folder / "python"
@@ -87,7 +90,11 @@ def started(folder: Path, failing: int, failure: str, *, deaf: bool = False) -> 
     program.chmod(0o755)
     parent = textwrap.dedent(PARENT).format(program=str(program), seconds=seconds)
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", parent], stdout=pipe, stderr=pipe, text=True)
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
 
 
 @pytest.mark.parametrize(
