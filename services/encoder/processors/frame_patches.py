@@ -46,18 +46,21 @@ class SquareFrames:
     """Makes a frame a square, as LLaVA-OneVision's, LLaVA-NeXT-Video's, InternVL's and SmolVLM's processors of videos
     do: whatever its sides are or, LLaVA-NeXT-Video's, of its middle. Stateless."""
 
-    def __init__(self, processor: Any, kind: str, side: int, rows: int, max_rows: int) -> None:
+    def __init__(
+        self, processor: Any, kind: str, side: int, rows: int, max_rows: int, longest: int | None = None
+    ) -> None:
         """`processor`: of the model's images. `kind`: its `model_type`. `side`: pixels. `rows`: of a frame; `max_rows`:
-        of a whole video."""
+        of a whole video. `longest`: pixels of the longer side of what is made a square, of frames that are scaled
+        twice."""
         self._processor, self._side, self._rows, self._max_rows = processor, side, rows, max_rows
         self._cropped, self._as_images, self.closed = kind == _CROPPED, kind == _AS_IMAGES, kind == _CLOSED
-        self._longest: int | None = None
-        """Pixels of the longer side of what is made a square, of those frames that are scaled twice."""
+        self._longest = longest
 
     @staticmethod
     def of_model(folder: Path, config: Any, processor: Any, max_rows: int) -> SquareFrames | None:
         """None for a model of another kind."""
         tower, kind = config.vision_config, config.model_type
+        longest = None
         if kind == _CLOSED:
             side, rows = tower.image_size, (-(-(tower.image_size // tower.patch_size) // 2)) ** 2
         elif kind == _CROPPED:
@@ -66,14 +69,11 @@ class SquareFrames:
             (side, _), (patch, _) = tower.image_size, tower.patch_size
             rows = int((side // patch * config.downsample_ratio) ** 2)
         elif kind == _TWICE:
-            said = known_processor(folder, "video_processor", _RawTwice) or _RawTwice()
+            longest = (known_processor(folder, "video_processor", _RawTwice) or _RawTwice()).longest
             side, rows = tower.image_size, (tower.image_size // tower.patch_size // config.scale_factor) ** 2
-            made = SquareFrames(_of_frames(folder, processor), kind, side, rows, max_rows)
-            made._longest = said.longest
-            return made
         else:
             return None
-        return SquareFrames(_of_frames(folder, processor), kind, side, rows, max_rows)
+        return SquareFrames(_of_frames(folder, processor), kind, side, rows, max_rows, longest)
 
     def prepared(self, frames: DecodedFrames) -> dict[str, Tensor]:
         """Raises ValueError for too many frames."""

@@ -66,11 +66,23 @@ class _Processor(Exaone4_5_Processor):
         return ["image_processor", "tokenizer"]
 
 
-def make_exaone_model(folder: Path, seed: int = 0) -> ImageModel:
-    """Writes an EXAONE 4.5 to `folder`, with the demo model's tokenizer."""
+def _exaone_tokenizer() -> tuple[Any, int, int]:
+    """The demo model's, with EXAONE's tokens; those of an image's and of a video's rows."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     tokenizer.add_special_tokens({"additional_special_tokens": [*EXAONE_TOKENS, "<|im_start|>", "<|im_end|>"]})
     image, video = tokenizer.convert_tokens_to_ids(list(EXAONE_TOKENS[:2]))
+    return tokenizer, image, video
+
+
+def _written_with_patches(folder: Path, reference: Any, tokenizer: Any) -> ImageModel:
+    sizes: Any = {"size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}, "patch_size": 14}
+    images = Qwen2VLImageProcessorPil(**sizes)
+    return _written(folder, reference, images, _Processor(images, tokenizer, EXAONE_TEMPLATE))
+
+
+def make_exaone_model(folder: Path, seed: int = 0) -> ImageModel:
+    """Writes an EXAONE 4.5 to `folder`, with the demo model's tokenizer."""
+    tokenizer, image, video = _exaone_tokenizer()
     config = Exaone4_5_Config(
         text_config={**LANGUAGE_MODELS["Exaone4_5_"], "vocab_size": len(tokenizer), "max_position_embeddings": 512},
         vision_config=_EXAONE_TOWER,
@@ -79,17 +91,13 @@ def make_exaone_model(folder: Path, seed: int = 0) -> ImageModel:
     )
     torch.manual_seed(seed)
     reference: Any = Exaone4_5_ForConditionalGeneration(config)
-    sizes: Any = {"size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}, "patch_size": 14}
-    images = Qwen2VLImageProcessorPil(**sizes)
-    return _written(folder, reference, images, _Processor(images, tokenizer, EXAONE_TEMPLATE))
+    return _written_with_patches(folder, reference, tokenizer)
 
 
 def make_hyperclovax_model(folder: Path, seed: int = 0) -> ImageModel:
     """Writes a HyperCLOVA X Vision 2 to `folder`, with the demo model's tokenizer. Its library's processor is EXAONE
     4.5's but for what it writes of videos."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    tokenizer.add_special_tokens({"additional_special_tokens": [*EXAONE_TOKENS, "<|im_start|>", "<|im_end|>"]})
-    image, video = tokenizer.convert_tokens_to_ids(list(EXAONE_TOKENS[:2]))
+    tokenizer, image, video = _exaone_tokenizer()
     multipliers = {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 0.5}
     config = HyperCLOVAXVisionV2Config(
         text_config={**TEXT, **multipliers, "model_type": "hyperclovax", "vocab_size": len(tokenizer)},
@@ -100,9 +108,7 @@ def make_hyperclovax_model(folder: Path, seed: int = 0) -> ImageModel:
     )
     torch.manual_seed(seed)
     reference: Any = HyperCLOVAXVisionV2ForConditionalGeneration(config)
-    sizes: Any = {"size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS}, "patch_size": 14}
-    images = Qwen2VLImageProcessorPil(**sizes)
-    return _written(folder, reference, images, _Processor(images, tokenizer, EXAONE_TEMPLATE))
+    return _written_with_patches(folder, reference, tokenizer)
 
 
 def make_aria_model(folder: Path, seed: int = 0) -> ImageModel:
